@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+from optimus_jax.cli.model_flags import RUN_WORDS
 from optimus_jax.cli.train import end_now, is_one_of_several, told
 from optimus_jax.errors import counted
 from optimus_jax.faults.stopping import exit_code_of
@@ -14,8 +15,7 @@ from optimus_jax.run.command_line import Parser, settings
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.resilient_io import print_to_stderr
 
-WORDS = {
-    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir model pretrained",
+WORDS = RUN_WORDS | {
     "examples": "limit max_eval_samples eval_examples num_examples",
     "global_batch": "batch_size eval_batch_size",
 }
@@ -72,7 +72,9 @@ def parser() -> Parser:
         "--mesh", metavar="SIZES", help="`auto` or sizes: fsdp=4,tensor=2 (default: auto)"
     )
     flags.add_argument(
-        "--precision", metavar="NAME", help="f32, bf16, f16 (default: bf16, on a CPU f32)"
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: as the run was told; else bf16, on a CPU f32)",
     )
     flags.add_argument(
         "--cpu-devices",

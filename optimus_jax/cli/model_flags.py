@@ -9,10 +9,8 @@ from optimus_jax.system.resilient_io import print_to_stderr
 if TYPE_CHECKING:
     from optimus_jax.inference.loaded_model import LoadedModel
 
-MODEL_WORDS = {
-    "run": "run_dir model_path model_dir checkpoint_path ckpt_dir",
-    "eos": "eos_token",
-}
+RUN_WORDS = {"run": "run_dir model model_path model_dir checkpoint_path ckpt_dir pretrained"}
+MODEL_WORDS = RUN_WORDS | {"eos": "eos_token"}
 """Aliases: what other programs call these flags."""
 
 

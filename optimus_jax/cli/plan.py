@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optimus_jax.cli.page_files import page_path
+from optimus_jax.cli.this_machine import THIS_MACHINE, measured_here
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.report.page import check_page_packages
@@ -20,13 +21,12 @@ from optimus_jax.system.environment import import_jax
 if TYPE_CHECKING:
     from optimus_jax.planning.ahead_of_time.compile_check import CompileReport
     from optimus_jax.planning.api import PlanSearch
-    from optimus_jax.planning.local_cluster import LocalCluster
     from optimus_jax.planning.training_cost import TrainingCost
 
 PLANS_ON_PAGE = 200
 """Plans on the page of --html, if there are so many."""
-THIS_MACHINE = "here"
-"""Value of --cluster for this machine's devices, which are measured."""
+TOP = 10
+"""Plans to show."""
 
 
 def parser() -> Parser:
@@ -128,9 +128,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
     )
-    flags.add_argument(
-        "--top", type=int, default=10, metavar="N", help="plans to show (default: 10)"
-    )
+    flags.add_argument("--top", type=int, metavar="N", help=f"plans to show (default: {TOP})")
     flags.add_argument(
         "--explain",
         type=int,
@@ -212,7 +210,17 @@ def find(given: dict) -> "PlanSearch":
                     ),
                 )
             )
-        here = measured_here(given)
+        from optimus_jax.planning.api import config_for
+        from optimus_jax.planning.profiles.cluster import Cluster
+
+        # A wrong setting is reported before minutes of measuring.
+        here = measured_here(
+            given["cpu_devices"],
+            refresh=given["profile"],
+            check=lambda topology: config_for(
+                given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given)
+            ),
+        )
         return search_plans(
             given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked
         )
@@ -225,45 +233,6 @@ def find(given: dict) -> "PlanSearch":
             )
         )
     return search_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
-
-
-def measured_here(given: dict) -> "LocalCluster":
-    """This machine's devices as a cluster, with their measured rates."""
-    from optimus_jax.devices.backend import unexpected_cpu_warning
-    from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.api import config_for
-    from optimus_jax.planning.local_cluster import measure_devices
-    from optimus_jax.planning.profiles.cluster import Cluster
-
-    if given["cpu_devices"] is not None:
-        if given["cpu_devices"] < 1:
-            raise ConfigError(
-                explain(
-                    "--cpu-devices must be at least 1",
-                    given=f"--cpu-devices {given['cpu_devices']}",
-                    do="give 1 or more",
-                )
-            )
-        use_cpu_devices(given["cpu_devices"])
-    topology = discover()
-    if (warning := unexpected_cpu_warning()) is not None:
-        print(warning, file=sys.stderr, flush=True)
-    # report a wrong setting before minutes of measuring
-    config_for(given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given))
-    return measure_devices(
-        topology, refresh=given["profile"], progress=show_progress if sys.stderr.isatty() else None
-    )
-
-
-def show_progress(text: str, share: float) -> None:
-    """Show the progress of measuring on one line of the terminal, which is overwritten."""
-    print(
-        f"\r\x1b[Kmeasuring this machine: {share:4.0%} {text}"[:100],
-        end="" if share < 1 else "\n",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def show_pricing(text: str) -> None:
@@ -299,7 +268,7 @@ def check_flags(given: dict) -> None:
         return
     others = [
         f"--{name.replace('_', '-')}"
-        for name in ("without", "explain", "rejected", "compile", "profile", "cpu_devices")
+        for name in ("without", "top", "explain", "rejected", "compile", "profile", "cpu_devices")
         if given.get(name)
     ]
     if given["cluster"] != THIS_MACHINE:
@@ -375,6 +344,7 @@ def main() -> None:
     if "compare" in given:
         compare(given)
         return
+    given = {"top": TOP} | given
     # After parsing, so that --help does not wait for JAX.
     import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
     takes = training_costs(given)

@@ -1,5 +1,6 @@
 """What `optimus plan` prints: tables of plans, of their terms, and of clusters."""
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,7 +18,7 @@ from optimus_jax.planning.cluster_comparison import ComparedCluster
 from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.search.explain import (
-    flags,
+    layout_settings,
     memory_rows,
     seconds,
     term_rows,
@@ -54,7 +55,9 @@ SAID_BY_FLAGS = (
     "data.global_batch",
     "data.phases",
 )
-"""Settings that the "train with:" line gives by flags of their own, without `--set`."""
+"""Settings that the "train with:" line gives as the plan and the batch have them."""
+RULES = "parallel.rules"
+"""Setting that the plan may only add to."""
 TEXTS = ("mesh", "schedule", "remat", "overlap", "why")
 """Columns that are not numbers."""
 COSTS = ("time", "device-hours", "price", "MWh")
@@ -136,7 +139,7 @@ def show(
     show_divisibility(found)
     if training is not None:
         console.print(f"plan 1, {training.describe()}", highlight=False)
-    said = flags(best.plan)
+    said = layout_settings(best.plan)
     # the flags of plan 1 would fix its layout in every phase
     if any(later.plan != best.plan for later in found.later):
         layout = {
@@ -149,35 +152,38 @@ def show(
             " were not given:",
             highlight=False,
         )
-        said = typed({"parallel.mesh": "auto"} | layout)
+        said = {"parallel.mesh": "auto"} | layout
     console.print(
         f"train with: {train_command(given, found, said)}", highlight=False, soft_wrap=True
     )
 
 
-def train_command(given: dict, found: PlanSearch, layout: str) -> str:
-    """The command that trains under plan 1.
+def train_command(given: dict, found: PlanSearch, layout: Mapping[str, Any]) -> str:
+    """The command that trains under plan 1, as a shell reads it.
 
     Args:
       given: the flags.
-      layout: the flags that give its layout.
+      layout: the settings that give its layout.
     """
     config = found.config
     begin = INIT_FROM if PublishedAdapters.parse(given["model"], what=MODEL) else MODEL
-    batch = (
-        f"--precision {found.plans[0].plan.precision} --seq-len {config.seq_len}"
-        f" --global-batch {config.data.global_batch}"
-    )
-    batch += f" --phases {','.join(map(str, config.data.phases))}" if config.data.phases else ""
+    batch = {
+        "precision.compute": found.plans[0].plan.precision,
+        "data.seq_len": config.seq_len,
+        "data.global_batch": config.data.global_batch,
+        **({"data.phases": config.data.phases} if config.data.phases else {}),
+        **({"cpu_devices": given["cpu_devices"]} if given.get("cpu_devices") else {}),
+    }
     further = settings(
         {name: given[name] for name in ("init_from", "set") if name in given}, note=lambda _: None
     )
-    others = "".join(
-        f" --set {name}={value}"
-        for name, value in further.items()
-        if name not in SAID_BY_FLAGS and f"--set {name}={value}" not in layout
-    )
-    return f"{typed_command('train')} {begin} {given['model']} {batch} {layout}{others}"
+    said = {*SAID_BY_FLAGS, *layout} - {RULES}
+    others = {name: value for name, value in further.items() if name not in said}
+    if RULES in others and RULES in layout:
+        others[RULES] = ",".join(dict.fromkeys([*others[RULES].split(","), *layout[RULES]]))
+        layout = {name: value for name, value in layout.items() if name != RULES}
+    model = shlex.join([begin, str(given["model"])])
+    return f"{typed_command('train')} {model} {typed({**batch, **layout, **others})}"
 
 
 def plan_table(

@@ -21,7 +21,7 @@ def parser() -> Parser:
     flags = Parser(
         description=(
             "Show where the time of a run's profiled steps went, beside what was predicted. Profile"
-            " steps with `train.py --profile 10:15`."
+            f" steps with `{typed_command('train')} --profile 10:15`."
         ),
         words={"run_dir": "run_dir run dir"},
     )

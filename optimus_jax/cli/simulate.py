@@ -7,7 +7,8 @@ import json
 from argparse import SUPPRESS
 from typing import TYPE_CHECKING
 
-from optimus_jax.cli.plan import THIS_MACHINE
+from optimus_jax.cli.this_machine import THIS_MACHINE, measured_here
+from optimus_jax.config.data import SEQUENCES_PER_DEVICE
 from optimus_jax.config.presets import MODEL_HELP
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import PIPED_WIDTH, Parser, settings
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from optimus_jax.simulation.setup import Setup
 CLUSTER = "h100:8x8"
 """Default of --cluster, unless the replayed run was on virtual devices."""
+SCENARIO, SIMULATED_MODEL = "link-quarter", "gpt2-xl"
+"""Defaults of --scenario and --model, unless a run is replayed."""
 
 
 def parser() -> Parser:
@@ -42,30 +45,27 @@ def parser() -> Parser:
     flags.add_argument(
         "--scenario",
         metavar="NAME|random:SEED|FILE.json",
-        default="link-quarter",
         help=(
             "what happens to the cluster; --list names all, and random:17 draws one"
-            " (default: link-quarter)"
+            f" (default: {SCENARIO})"
         ),
     )
     flags.add_argument(
         "--model",
         metavar="NAME",
-        default="gpt2-xl",
-        help=f"{MODEL_HELP} (default: gpt2-xl)",
+        help=f"{MODEL_HELP} (default: {SIMULATED_MODEL})",
     )
     flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",
         help=(
-            "up to 1,024 devices, or here: this machine's (default: h100:8x8; here to replay a run"
-            " on virtual devices)"
+            f"up to 1,024 devices, or here: this machine's (default: {CLUSTER}; here to replay a"
+            " run on virtual devices)"
         ),
     )
     flags.add_argument(
         "--link",
         action="append",
-        default=[],
         metavar="NAME=SPEED",
         help="speed of a link: intra_host=300GB/s or inter_host=400Gb/s,5us",
     )
@@ -77,7 +77,10 @@ def parser() -> Parser:
     flags.add_argument(
         "--global-batch",
         metavar="N",
-        help="examples per step over all devices (default: the scenario's, or 8 per device)",
+        help=(
+            "examples per step over all devices (default: the scenario's, or"
+            f" {SEQUENCES_PER_DEVICE} per device)"
+        ),
     )
     flags.add_argument(
         "--precision",
@@ -143,7 +146,38 @@ def scenario_of(given: dict) -> "tuple[Scenario, Recording | None]":
             run_to_read(given["replay"], what="--replay", checkpoint="none", say=print_to_stderr)
         )
         return recording.scenario, recording
-    return find_scenario(given["scenario"]), None
+    return find_scenario(given.get("scenario", SCENARIO)), None
+
+
+def check_flags(given: dict) -> None:
+    """Raise ConfigError for flags that have no use together."""
+    replaced = [f"--{name}" for name in ("scenario", "model") if name in given]
+    if "replay" in given and replaced:
+        raise ConfigError(
+            explain(
+                "a replayed run has its own model, and its own conditions",
+                given=f"--replay with {', '.join(replaced)}",
+                do="leave one of them out",
+            )
+        )
+    is_here = given.get("cluster") == THIS_MACHINE
+    if is_here and "link" in given:
+        raise ConfigError(
+            explain(
+                "the links of this machine are measured",
+                given=f"--cluster {THIS_MACHINE} --link {' '.join(given['link'])}",
+                do="leave out --link, or name a cluster",
+            )
+        )
+    if "cpu_devices" in given and not is_here and ("cluster" in given or "replay" not in given):
+        raise ConfigError(
+            explain(
+                "only this machine has virtual devices",
+                given=f"--cpu-devices {given['cpu_devices']}, --cluster"
+                f" {given.get('cluster', CLUSTER)}",
+                do=f"add --cluster {THIS_MACHINE}, or leave out --cpu-devices",
+            )
+        )
 
 
 def with_cluster(given: dict, recording: "Recording | None") -> dict:
@@ -168,15 +202,14 @@ def setup_of(given: dict, scenario: "Scenario", recording: "Recording | None") -
     from optimus_jax.weights.published_adapters import model_with_adapters
 
     cluster, rates, calibration = hardware(given)
-    overrides = ({} if recording else {"data.global_batch": 8 * cluster.num_devices}) | settings(
-        given, leave=("cpu_devices",)
-    )
+    usual = {"data.global_batch": SEQUENCES_PER_DEVICE * cluster.num_devices}
+    overrides = ({} if recording else usual) | settings(given, leave=("cpu_devices",))
     # Flags override what the scenario says about its first phase.
     import dataclasses
 
     said = {name: None for name in ("seq_len", "global_batch") if name in given}
     config = (
-        make_config(model_with_adapters(given["model"]), overrides)
+        make_config(model_with_adapters(given.get("model", SIMULATED_MODEL)), overrides)
         if recording is None
         else recording.config.with_values(overrides)
     )
@@ -194,15 +227,9 @@ def hardware(given: dict) -> "tuple[Cluster, Rates, Calibration]":
     from optimus_jax.planning.profiles.cluster import Cluster
 
     if given["cluster"] != THIS_MACHINE:
-        cluster = Cluster.parse(given["cluster"], given["link"])
+        cluster = Cluster.parse(given["cluster"], given.get("link", ()))
         return cluster, Rates.of(cluster.accelerator), Calibration()
-    from optimus_jax.devices.cpu import use_cpu_devices
-    from optimus_jax.mesh.build import discover
-    from optimus_jax.planning.local_cluster import measure_devices
-
-    if "cpu_devices" in given:
-        use_cpu_devices(given["cpu_devices"])
-    here = measure_devices(discover())
+    here = measured_here(given.get("cpu_devices"))
     return here.cluster, here.rates, here.calibration
 
 
@@ -302,7 +329,9 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
 
 def main() -> None:
     given = parser().read()
-    import_jax(only_cpu=True)  # after parsing, so that --help does not wait for JAX
+    check_flags(given)
+    # After parsing, so that --help does not wait for JAX. A replay says where it was.
+    import_jax(only_cpu=given.get("cluster", CLUSTER) != THIS_MACHINE)
     from rich.console import Console
     from rich.progress import track
 

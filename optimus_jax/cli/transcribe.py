@@ -9,7 +9,6 @@ from optimus_jax.system.environment import import_jax
 from optimus_jax.system.resilient_io import print_to_stderr
 
 WORDS = MODEL_WORDS | {
-    "run": f"{MODEL_WORDS['run']} model",
     "language": "lang",
     "translate": "to_english",
     "batch_size": "batch global_batch",
@@ -71,7 +70,7 @@ def main() -> None:
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config import DataConfig
     from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
-    from optimus_jax.data.word_errors import check_jiwer, word_errors
+    from optimus_jax.data.word_errors import check_jiwer, has_words, word_errors
     from optimus_jax.inference.sampling import check_range
     from optimus_jax.inference.transcription import batches
 
@@ -79,7 +78,7 @@ def main() -> None:
     check_libraries(" ".join(given["recordings"]))
     data = DataConfig(text_field=given["text_field"], audio_field=given["audio_field"])
     recordings = [each for source in given["recordings"] for each in recordings_in(source, data)]
-    if any(each.text for each in recordings):
+    if any(each.text and has_words(each.text) for each in recordings):
         check_jiwer()
     model = loaded(given).speech_model(language=given["language"], translate=given["translate"])
     texts = []
@@ -90,7 +89,7 @@ def main() -> None:
             print(f"{recording.name}\t{text}", flush=True)
             texts.append(text)
     pairs = [(each.text, text) for each, text in zip(recordings, texts, strict=True) if each.text]
-    if pairs:
+    if any(has_words(reference) for reference, _ in pairs):
         references, written = zip(*pairs, strict=True)
         print_to_stderr(
             f"word error rate {word_errors(references, written):.1%} over"

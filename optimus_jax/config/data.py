@@ -37,6 +37,8 @@ RecordChoice = Literal["auto", "text", "messages", "completion"]
 """What a record is read as: a text, a conversation, or a prompt with its completion."""
 TooLong = Literal["truncate", "drop"]
 """What is done with conversations that are longer than an example."""
+SEQUENCES_PER_DEVICE = 8
+"""Default global batch of a plan, in sequences for each device."""
 EVERY_ROLE = "all"
 """The value of `loss_on` with which every token counts."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -246,16 +247,23 @@ def named_settings(overrides: Mapping[str, Any]) -> frozenset[str]:
 
 
 def typed(changes: Mapping[str, Any]) -> str:
-    """Command-line text for these settings: a flag where one exists, else `--set`.
+    """Command-line text for these settings, as a shell reads it: a flag where one exists, else
+    `--set`.
 
     Args:
       changes: dotted names to values.
     """
     flags = {dotted: short.replace("_", "-") for short, dotted in SHORT_NAMES.items()}
-    return " ".join(
-        f"--{flags[name]} {_text(value)}" if name in flags else f"--set {name}={_text(value)}"
+    words = [
+        word
         for name, value in changes.items()
-    )
+        for word in (
+            (f"--{flags[name]}", _text(value))
+            if name in flags
+            else ("--set", f"{name}={_text(value)}")
+        )
+    ]
+    return shlex.join(words)
 
 
 def _text(value: Any) -> str:

@@ -87,50 +87,46 @@ class FileExamples(ABC, Generic[Item]):
             found.update(f"{name}\0{text}\0{size}\n".encode())
         return found.hexdigest()
 
+    def mixed(self) -> Self:
+        """The files in the order of the hashes of their names, in which the first ones are of all
+        folders.
+        """
+        return self._with(np.argsort(self._hashes(), kind="stable"))
+
     def split(self, eval_fraction: float) -> tuple[Self, Self | None]:
         """Files to train on and those held out, by the hashes of their names; at least one of each.
 
-        Those held out are in the order of these hashes, so that the first of them are of all
-        folders. Raises DataError if there are too few.
+        Those held out are `mixed`. Raises DataError if there are too few.
         """
         if eval_fraction == 0:
             return self, None
-        names = [self.file_of(item).name for item in self.items]
-        train, held_out = (
-            replace(self, items=[self.items[number] for number in numbers.tolist()])
-            for numbers in _split(names, eval_fraction, source=self.name, what=self.what)
-        )
-        return train, replace(held_out, name=f"{self.name} (held out)")
-
-
-def _split(
-    names: Sequence[str], eval_fraction: float, *, source: str, what: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the files to train on, and of those held out; arguments and errors as
-    `FileExamples.split`.
-
-    Args:
-      source, what: whose they are, and what they are, for messages.
-    """
-    if len(names) < 2:
-        raise DataError(
-            explain(
-                f"{source} has too few {what} to hold some out",
-                given=f"{len(names)}; data.eval_fraction={eval_fraction}",
-                do="give more, or --set data.eval_fraction=0",
+        if len(self.items) < 2:
+            raise DataError(
+                explain(
+                    f"{self.name} has too few {self.what} to hold some out",
+                    given=f"{len(self.items)}; data.eval_fraction={eval_fraction}",
+                    do="give more, or --set data.eval_fraction=0",
+                )
             )
+        hashes = self._hashes()
+        order = np.argsort(hashes, kind="stable")
+        is_held_out = hashes < np.uint64(eval_fraction * 2.0**63) * 2
+        is_held_out[order[0]], is_held_out[order[-1]] = True, False
+        held_out = self._with(order[is_held_out[order]])
+        return (
+            self._with(np.flatnonzero(~is_held_out)),
+            replace(held_out, name=f"{self.name} (held out)"),
         )
-    hashes = np.array(
-        [
-            int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-            for name in names
-        ],
-        np.uint64,
-    )
-    order = np.argsort(hashes, kind="stable")
-    is_held_out = hashes < np.uint64(eval_fraction * 2.0**63) * 2
-    is_held_out[order[0]], is_held_out[order[-1]] = True, False
-    return np.flatnonzero(~is_held_out), order[is_held_out[order]]
+
+    def _hashes(self) -> np.ndarray:
+        """Of the name of each file, uint64 [N]."""
+        names = [self.file_of(item).name for item in self.items]
+        digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+        return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+
+    def _with(self, numbers: np.ndarray) -> Self:
+        """The files with these numbers."""
+        return replace(self, items=[self.items[number] for number in numbers.tolist()])
 
 
 def in_threads(decode: Callable[[int], np.ndarray], numbers: Sequence[int]) -> list[np.ndarray]:

@@ -245,12 +245,19 @@ class Pieces:
             starts=starts,
         )
 
+    def mixed(self) -> "Pieces":
+        """The pieces in an order in which the first ones have all labels: files may be sorted by
+        label, and an evaluation reads the first. Pieces without labels keep their order.
+        """
+        if self.labels is None:
+            return self
+        return self.rearranged(np.random.default_rng(_SHUFFLED_BY).permutation(self.num_pieces))
+
 
 def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | None]:
     """Split pieces into those to train on and those held out, by their hash.
 
-    Copies of one go to the same side unless all are alike. Those held out that have labels are
-    shuffled: files may be sorted by label, and an evaluation reads the first.
+    Copies of one go to the same side unless all are alike. Those held out are `mixed`.
 
     Raises:
       DataError: there are fewer than two.
@@ -268,10 +275,7 @@ def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | 
     ends = whole.starts[whole.group_size :: whole.group_size]
     is_held_out = chosen_documents(whole.tokens, ends, eval_fraction)
     held_out = whole.take(is_held_out, f"{whole.name} (held out)")
-    if held_out.labels is not None:
-        numbers = np.random.default_rng(_SHUFFLED_BY).permutation(held_out.num_pieces)
-        held_out = held_out.rearranged(numbers)
-    return whole.take(~is_held_out), held_out
+    return whole.take(~is_held_out), held_out.mixed()
 
 
 def unit_of(group_size: int, noun: str = "conversation") -> str:

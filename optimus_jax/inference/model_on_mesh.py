@@ -31,6 +31,7 @@ from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Decoder
+from optimus_jax.system.command import typed_command
 
 Cache = tuple[Array, Array]
 """Keys and values, [layers, B, T, G, K] each. Over a mesh, a head is in it once for each device
@@ -60,8 +61,8 @@ class ModelOnMesh:
                 explain(
                     "a model with labels generates no text",
                     given=f"{self.config.name}, with {counted(len(self.config.labels), 'label')}",
-                    do="name a model with a head over the vocabulary; `optimus export` writes this"
-                    " one for transformers",
+                    do="name a model with a head over the vocabulary;"
+                    f" `{typed_command('export')}` writes this one for transformers",
                 )
             )
         if not features_of(self.config).causal:

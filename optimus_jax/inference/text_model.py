@@ -22,6 +22,7 @@ from optimus_jax.inference.sampling import Sampling, check_range
 from optimus_jax.inference.streamed_text import Detokenizer, StreamedText
 from optimus_jax.models.families import features_of
 from optimus_jax.models.shapes import Params
+from optimus_jax.system.command import typed_command
 
 MAX_LOGITS_BYTES = 2**31
 """Most memory for the logits of a batch that is scored, unless one text needs more."""
@@ -340,7 +341,7 @@ class TextModel:
                 explain(
                     "a model of sound writes down recordings, and continues no text",
                     given=self.config.name,
-                    do="use `optimus transcribe`",
+                    do=f"use `{typed_command('transcribe')}`",
                 )
             )
 

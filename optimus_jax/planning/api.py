@@ -10,6 +10,7 @@ from typing import Any
 
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.data import SEQUENCES_PER_DEVICE
 from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.config.run_checkpoint import INIT_FROM
@@ -49,9 +50,6 @@ from optimus_jax.weights.published_adapters import (
     adapters_named,
     model_with_adapters,
 )
-
-SEQUENCES_PER_DEVICE = 8
-"""Default number of sequences per device in a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

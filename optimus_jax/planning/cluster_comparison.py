@@ -5,13 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_jax.config import ModelConfig
+from optimus_jax.config.data import SEQUENCES_PER_DEVICE
 from optimus_jax.errors import PlanError
-from optimus_jax.planning.api import (
-    SEQUENCES_PER_DEVICE,
-    PlanSearch,
-    has_global_batch,
-    search_plans,
-)
+from optimus_jax.planning.api import PlanSearch, has_global_batch, search_plans
 from optimus_jax.planning.profiles.cluster import INTER_HOST, Cluster
 from optimus_jax.planning.search.search import ReportStatus
 

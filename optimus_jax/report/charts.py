@@ -6,7 +6,7 @@ for each.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +156,8 @@ def add_line(
     row: int = 1,
     shows_name: bool = True,
     y_format: str = ".4g",
-) -> str:
-    """Add a line with a gap between parts; return a sentence for the caption if the points were
-    grouped.
+) -> int:
+    """Add a line with a gap between parts; return how many points each of its own stands for.
 
     Args:
       line: colour, dash and width.
@@ -169,7 +168,7 @@ def add_line(
     per_point = max(1, -(-sum(map(len, parts)) // MAX_POINTS))
     drawn = [downsampled(part, per_point) for part in parts if len(part)]
     if not drawn:
-        return ""
+        return 1
     where = {"row": row, "col": 1, "legendgroup": name}
     if per_point > 1:
         figure.add_scatter(
@@ -198,11 +197,20 @@ def add_line(
         hovertemplate=f"%{{y:{y_format}}}",
         **where,
     )
-    return (
-        f" Each point is the median of {per_point:,} steps; the shade spans minimum to maximum."
-        if per_point > 1
-        else ""
-    )
+    return per_point
+
+
+def grouping_words(per_point: Iterable[int]) -> str:
+    """A sentence for the caption if points of the lines stand for several steps.
+
+    Args:
+      per_point: what `add_line` gave for each line.
+    """
+    if not (grouped := {number for number in per_point if number > 1}):
+        return ""
+    steps = " or ".join(f"{number:,}" for number in sorted(grouped))
+    which = "Each point" if len(grouped) == 1 else "A point of a long run"
+    return f" {which} is the median of {steps} steps; the shade spans minimum to maximum."
 
 
 def _joined(parts: Sequence[Numbers]) -> list[float | None]:

@@ -12,6 +12,7 @@ from optimus_jax.report.charts import (
     add_bands,
     add_line,
     as_text,
+    grouping_words,
     log_axis,
     mark_switches,
     new_chart,
@@ -60,13 +61,13 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
     }
     if not any(lines.values()):
         return None
-    is_single, grouping = len(runs) == 1, ""
+    is_single, per_point = len(runs) == 1, []
     figure = new_chart(HEIGHT, x_title="step" if by == "step" else "hours of steps")
     words, has_held_out = [], False
     for index, (name, points) in enumerate(lines.items()):
         line, run = run_line(index), runs[name]
         shown = "training" if is_single else as_text(name)
-        grouping = add_line(figure, [points], shown, line=line) or grouping
+        per_point.append(add_line(figure, [points], shown, line=line))
         held_out = [
             (step_of(event), loss)
             for event in run.events_named("eval")
@@ -90,7 +91,8 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
         label=f"Loss by {by}: {'; '.join(words)}",
         caption=(
             "Measured; nats per token, or the loss of the task."
-            f"{' Diamonds: on held-out text.' if has_held_out else ''}{grouping}{left_out}"
+            f"{' Diamonds: on held-out text.' if has_held_out else ''}"
+            f"{grouping_words(per_point)}{left_out}"
         ),
     )
 
@@ -168,7 +170,7 @@ def draw_step_times(runs: NamedRuns) -> Chart | None:
         if above
         else ""
     )
-    grouping = ""
+    per_point = []
     for index, (name, run) in enumerate(runs.items()):
         parts = [
             [
@@ -180,7 +182,8 @@ def draw_step_times(runs: NamedRuns) -> Chart | None:
         ]
         shown = as_text(name) if len(runs) > 1 else "step time"
         line, y_format = run_line(index), ".3g"
-        grouping = add_line(figure, parts, shown, line=line, y_format=y_format) or grouping
+        per_point.append(add_line(figure, parts, shown, line=line, y_format=y_format))
+    grouping = grouping_words(per_point)
     if len(runs) > 1:
         return Chart(
             name="times",
@@ -216,21 +219,19 @@ def draw_quantities(runs: NamedRuns) -> Chart | None:
     }
     if not known:
         return None
-    is_single, grouping = len(runs) == 1, ""
+    is_single, per_point = len(runs) == 1, []
     figure = new_chart(90 + 130 * len(known), rows=len(known), showlegend=not is_single)
     for row, (quantity, lines) in enumerate(known.items(), start=1):
         for index, (name, points) in enumerate(lines.items()):
-            grouping = (
-                add_line(
-                    figure,
-                    [points],
-                    quantity if is_single else as_text(name),
-                    line=run_line(index),
-                    row=row,
-                    shows_name=row == 1,
-                )
-                or grouping
+            added = add_line(
+                figure,
+                [points],
+                quantity if is_single else as_text(name),
+                line=run_line(index),
+                row=row,
+                shows_name=row == 1,
             )
+            per_point.append(added)
         values = {value for points in lines.values() for _, value in points}
         limits = {"range": (0, 1.2 * max(values))} if len(values) == 1 and max(values) > 0 else {}
         figure.update_yaxes({"title": {"text": quantity}} | limits, row=row, col=1)
@@ -250,7 +251,7 @@ def draw_quantities(runs: NamedRuns) -> Chart | None:
         name="quantities",
         figure=figure,
         label=f"{', '.join(known)} by step. At the last step: {last}.",
-        caption=f"At the last step: {last}{legend}.{grouping}",
+        caption=f"At the last step: {last}{legend}.{grouping_words(per_point)}",
     )
 
 

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, connect, named
+from optimus_jax.cluster.distributed import (
+    all_or_none,
+    assert_same_everywhere,
+    connect,
+    is_writer,
+    named,
+)
 from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
 from optimus_jax.config.in_python import IN_PYTHON
@@ -103,7 +109,7 @@ def evaluate(
         holds out, if its data was named by paths.
       step: step of the run's checkpoint; None: the newest good one.
       examples: most examples, the first ones; None: all.
-      say: called with messages about the parameters.
+      say: called with messages about the parameters, by process 0 once processes are connected.
       overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
         `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task.
     Raises:
@@ -248,6 +254,8 @@ def _measured(
       has_batch: whether the size of batches is given.
     """
     topology = discover()
+    if not is_writer():
+        say = _say_nothing
     with all_or_none():
         if not has_batch:
             size = EXAMPLES_PER_DEVICE * topology.num_devices
@@ -300,6 +308,10 @@ def _measured(
         weights=weights,
         plan=plan.describe(),
     )
+
+
+def _say_nothing(_: str) -> None:
+    """What another process says already."""
 
 
 def _perplexity(loss: float) -> float | None:

@@ -14,6 +14,8 @@ from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.given import RandomAccess
 from optimus_jax.data.iterated import IteratedExamples
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
+from optimus_jax.data.named_files import FileExamples
+from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.recordings import Recordings
 from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokenizers import Tokenizer
@@ -124,9 +126,11 @@ class Inputs:
 
     def on_all_data(self) -> "Inputs":
         """The same data, of which evaluations read all and training nothing. For data of which
-        nothing is held out.
+        nothing is held out. Examples with labels are mixed, so that the first ones have all labels.
         """
         config, whole = self.config, self.data.train
+        if isinstance(whole, Pieces | FileExamples):
+            whole = whole.mixed()
         number = check_held_out(
             whole,
             seq_len=config.eval_seq_len,

@@ -27,6 +27,7 @@ from optimus_jax.planning.traces.step_profile import StepProfile
 from optimus_jax.planning.traces.trace_events import read_trace
 from optimus_jax.run_directory.contents import PROFILES
 from optimus_jax.run_directory.directory import RunDirectory
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.json_input import JSONInputError
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
@@ -186,7 +187,7 @@ def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProf
                 given=run_dir if step is None else f"{run_dir}, step {step}",
                 do=f"choose one that begins at step {', '.join(map(str, sorted(found)))}"
                 if found
-                else "make one: train.py --profile FIRST:LAST",
+                else f"make one: {typed_command('train')} --profile FIRST:LAST",
             )
         )
     path = found[max(found, key=lambda each: found[each].stat().st_mtime) if step is None else step]
@@ -197,6 +198,6 @@ def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProf
             explain(
                 "a profile cannot be read",
                 given=f"{path}: {error}",
-                do="make it again: train.py --profile FIRST:LAST",
+                do=f"make it again: {typed_command('train')} --profile FIRST:LAST",
             )
         ) from error

@@ -141,8 +141,8 @@ def test_held_out_images_are_of_all_folders(folder):
     for number in range(10, 40):
         (folder / "dog" / f"{number}.png").write_bytes(encoded(number))
         (folder / "cat" / f"{number}.png").write_bytes(encoded(number))
-    first = load(folder, eval_fraction=0.5).held_out.items[:8]
-    assert {image.label for image in first} == {"cat", "dog"}
+    for images in (load(folder, eval_fraction=0.5).held_out, load(folder).train.mixed()):
+        assert {image.label for image in images.items[:8]} == {"cat", "dog"}
 
 
 def test_a_damaged_image_is_named(folder):

@@ -152,6 +152,8 @@ def test_held_out_texts_that_are_sorted_by_label_are_shuffled(tmp_path):
     data = load(tmp_path / "a.jsonl", records, eval_fraction=0.4)
     first = data.held_out.labels.targets[data.held_out.labels.targets >= 0][:16]
     assert len({*first.tolist()}) > 2
+    whole = data.train.mixed().labels.targets
+    assert len({*whole[whole >= 0][:16].tolist()}) > 2
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

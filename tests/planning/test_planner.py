@@ -1,16 +1,20 @@
 """`find_plans`, `optimus plan` and how a run uses the planner."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from in_process import Ended, run_in_process
 from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
+from optimus_jax.cli.plan_output import train_command
+from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, OptimusError, PlanError
 from optimus_jax.mesh.build import discover
@@ -19,6 +23,7 @@ from optimus_jax.planning.api import find_plans
 from optimus_jax.planning.cost.rates import Rates
 from optimus_jax.planning.local_cluster import LocalCluster
 from optimus_jax.planning.profiles.cluster import Cluster
+from optimus_jax.planning.search.explain import layout_settings
 
 PLAN = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "plan.py")]
 JSON_FIELDS = {
@@ -214,6 +219,23 @@ def test_train_command_has_each_setting_once(settings):
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.partition("train with:")[2].count(settings) == 1
+
+
+def test_train_command_can_be_pasted_into_a_shell():
+    found = find_plans("gpt2", "h100:2", mesh="tensor=2", top=1)
+    allowed = "controller.allow=data=2;tensor=2"
+    given = {
+        "model": "my models/gpt2",
+        "cpu_devices": 2,
+        "set": [allowed, "parallel.rules=vocab=none"],
+    }
+    layout = layout_settings(found[0].plan) | {"parallel.rules": ("heads=none",)}
+    search = SimpleNamespace(config=Config(), plans=found)
+    words = shlex.split(train_command(given, search, layout))
+    assert words[words.index("--model") + 1] == "my models/gpt2"
+    assert words[words.index("--cpu-devices") + 1] == "2"
+    assert allowed in words
+    assert "parallel.rules=vocab=none,heads=none" in words, "the user's, and the plan's"
 
 
 def profiled(topology, tmp_path) -> LocalCluster:

@@ -330,7 +330,7 @@ def test_adapters_beside_a_model_are_planned_for(flag, adapters, llama, capsys, 
     plan_command.main()
     command = capsys.readouterr().out.partition("train with:")[2]
     assert f"--model {llama} " in command
-    assert f" --set init_from={adapters}" in command
+    assert f" --init-from {adapters}" in command
 
 
 def test_a_plan_refuses_other_parameters(llama):

@@ -269,6 +269,10 @@ def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
         (("--seeds", "0"), "at least one seed"),
         (("--cluster", "h100:8by8"), "numbers of hosts and devices"),
         (("--replay", "no-such-run"), "a run cannot be read"),
+        (("--replay", "runs/a", "--model", "gpt2"), "--replay with --model"),
+        (("--cluster", "here", "--link", "inter_host=1GB/s"), "this machine are measured"),
+        (("--cluster", "h100:8", "--cpu-devices", "4"), "add --cluster here"),
+        (("--cluster", "here", "--cpu-devices", "0"), "--cpu-devices must be at least 1"),
         (("--set", "controller.budget_shar=1"), "did you mean 'controller.budget_share'"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from optimus_jax.config.request import typed
 from optimus_jax.mesh.axes import LENGTH
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
@@ -79,31 +81,41 @@ def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def layout_settings(plan: Plan) -> dict[str, Any]:
+    """The settings of a run that select this plan, by dotted name."""
+    settings: dict[str, Any] = {
+        "parallel.mesh": plan.axes,
+        "parallel.microbatches": plan.microbatches,
+        "parallel.remat": plan.remat,
+    }
+    if plan.axes.fsdp > 1:
+        settings["parallel.zero"] = plan.zero
+    if plan.offload != "none":
+        settings["parallel.offload"] = plan.offload
+    if plan.overlap != "none":
+        settings["parallel.overlap"] = plan.overlap
+    if plan.kept_layers:
+        settings["parallel.kept_layers"] = plan.kept_layers
+    if plan.scatter != "sum":
+        settings["parallel.scatter"] = plan.scatter
+    if pipeline := plan.pipeline:
+        settings["parallel.schedule"] = pipeline.schedule
+        if pipeline.repeats > 1:
+            settings["parallel.repeats"] = pipeline.repeats
+        residuals = "keep" if pipeline.keep_residuals else "recompute"
+        settings["parallel.stage_residuals"] = residuals
+        if pipeline.send_slack:
+            settings["parallel.send_slack"] = True
+    if plan.axes.tensor > 1 and LENGTH in dict(plan.rules):
+        settings["parallel.sequence_parallel"] = True
+    if whole := whole_over_tensor(plan):
+        settings["parallel.rules"] = tuple(f"{name}=none" for name in whole)
+    return settings
+
+
 def flags(plan: Plan) -> str:
     """The flags of `train` that select this plan."""
-    parts = [f"--mesh {plan.axes}", f"--microbatches {plan.microbatches}", f"--remat {plan.remat}"]
-    if plan.axes.fsdp > 1:
-        parts.append(f"--zero {plan.zero}")
-    if plan.offload != "none":
-        parts.append(f"--set parallel.offload={plan.offload}")
-    if plan.overlap != "none":
-        parts.append(f"--set parallel.overlap={plan.overlap}")
-    if plan.kept_layers:
-        parts.append(f"--set parallel.kept_layers={plan.kept_layers}")
-    if plan.scatter != "sum":
-        parts.append(f"--set parallel.scatter={plan.scatter}")
-    if pipeline := plan.pipeline:
-        parts.append(f"--schedule {pipeline.schedule}")
-        parts += [f"--set parallel.repeats={pipeline.repeats}"] if pipeline.repeats > 1 else []
-        parts.append(
-            f"--set parallel.stage_residuals={'keep' if pipeline.keep_residuals else 'recompute'}"
-        )
-        parts += ["--set parallel.send_slack=true"] if pipeline.send_slack else []
-    if plan.axes.tensor > 1 and LENGTH in dict(plan.rules):
-        parts.append("--set parallel.sequence_parallel=true")
-    if whole := whole_over_tensor(plan):
-        parts.append(f"--set parallel.rules={','.join(f'{name}=none' for name in whole)}")
-    return " ".join(parts)
+    return typed(layout_settings(plan))
 
 
 def whole_over_tensor(plan: Plan) -> Sequence[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.system.command import typed_command
 
 _OPERATION, _MODULE, _DEVICE = "hlo_op", "hlo_module", "device_ordinal"
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
@@ -40,7 +41,8 @@ def read_trace(folder: Path, module: str) -> dict[int, list[OperationRun]]:
             explain(
                 "there is no trace of the profiler",
                 given=folder,
-                do="name the directory of a run with a profile: train.py --profile FIRST:LAST",
+                do="name the directory of a run with a profile:"
+                f" {typed_command('train')} --profile FIRST:LAST",
             )
         )
     found: dict[int, list[OperationRun]] = {}
