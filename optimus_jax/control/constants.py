@@ -151,9 +151,9 @@ Too small: durations stay uncertain. Too large: old ones count for ever."""
 NUM_RANKED_PLANS = 12
 """Plans that a search returns. Reasoned.
 Too small: the best plan by learnt corrections may be missing. Too large: weighing takes longer."""
-MAX_CACHED_SEARCHES = 24
-"""Searches whose results are cached. Reasoned. Too small: conditions that come back are searched
-again, up to a second each."""
+MAX_CACHED_SEARCHES = 1000
+"""Searches whose results are cached: a few plans each. Reasoned. Too small: conditions that come
+back are searched again, up to a second each, and an answer that needs more never comes."""
 MAX_CLUSTER_SIZES = 3
 """Device counts to consider when devices cannot be used, the largest. Reasoned.
 Too small: a count with a good layout is missed. Too large: more searches."""
@@ -238,6 +238,10 @@ looks again too late."""
 REVIEW_AFTER_SHARE = 0.25
 """A switch that does not pay yet is weighed again after this share of the time that conditions have
 lasted. Measured in decision 30. Too small: more decisions. Too large: later switches."""
+DEBT_REVIEW = 4.0
+"""A switch that the account refuses is weighed again after this multiple of the time that is owed:
+a plan that saves a quarter has paid by then. Reasoned. Too small: more decisions. Too large: later
+switches."""
 NEGLIGIBLE_RISK_SHARE = 1e-4
 """Expected loss, as a share of the run, that the account always allows: 0.4 s of an hour. Reasoned.
 Too small: rounding refuses sure gains. Too large: debts can grow."""

@@ -228,8 +228,8 @@ class Decision:
     step_time_s: float | None = None
     """Expected step time under the present plan in present conditions."""
     wait_s: float | None = None
-    """Seconds after which a switch that was rejected only for the duration of conditions has to be
-    weighed again; None: there is none."""
+    """Seconds after which a switch that was rejected only for the duration of conditions, or for
+    what is owed, has to be weighed again; None: there is none."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The measurements and settings behind the decision, by name; None: unknown."""
     alternatives: tuple[Alternative, ...] = ()
@@ -291,8 +291,8 @@ class _Weighed:
     objection: str
     """Why the switch is not made; empty: it may be."""
     wait_s: float | None = None
-    """Seconds after which it has to be weighed again because conditions have lasted longer then;
-    None: there are none."""
+    """Seconds after which it has to be weighed again because conditions have lasted longer then, or
+    less is owed; None: there are none."""
 
 
 def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
@@ -330,7 +330,10 @@ def _weigh(situation: Situation, candidate: SwitchCandidate) -> _Weighed:
         situation.whole_s
     ) and not situation.has_waited_for(candidate):
         refused = situation.account.refused(found.risk_s, situation.whole_s)
-        return replace(weighed, objection=f"{told}; {refused}", wait_s=later_s)
+        # What is owed is paid by the steps that the last switch has made faster.
+        paid_s = constants.DEBT_REVIEW * situation.account.owed_s
+        waits = [each for each in (later_s, paid_s) if each]
+        return replace(weighed, objection=f"{told}; {refused}", wait_s=min(waits, default=None))
     return weighed
 
 

@@ -86,10 +86,12 @@ class Budget:
         self._worth_s = max(self._worth_s, worth_s)
 
     def spent(self, step: int, cost_s: float, step_time_s: float) -> None:
-        """Charge a round after `step` that took `cost_s`; steps now take `step_time_s`.
+        """Charge a round after `step` that took `cost_s`; steps now take `step_time_s`. One that
+        nobody asked for ends what an earlier request was worth.
 
         Both times are exchanged numbers, the same in every process.
         """
+        self._worth_s = 0.0 if self._asked_at is None else self._worth_s
         paid_s = min(cost_s, self._worth_s)
         self._left_s = (0.0 if self._last_step is None else self._left_at(step)) - (cost_s - paid_s)
         self._worth_s -= paid_s

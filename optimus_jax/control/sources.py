@@ -38,7 +38,7 @@ from optimus_jax.control.signals import (
     Window,
 )
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
+from optimus_jax.run_directory.step_record import StepRecord
 
 _LOG = logging.getLogger(__name__)
 OF_STEPS = (STEP_TIME_S, DATA_WAIT_S, DISPATCH_S, TOKENS_PER_S, MFU)
@@ -123,9 +123,6 @@ class Signals:
             self._add(MFU, record.mfu, now_s)
         if not record.skipped:
             self._loss_slope.add(record.step, record.loss, now_s)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Do nothing: an evaluation says nothing about steps."""
 
     def observe(self, step: int, lost_devices: frozenset[int] = frozenset()) -> Observation:
         """Make an observation at the boundary after `step`; polls the sources that are due.

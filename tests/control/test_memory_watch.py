@@ -94,6 +94,12 @@ def test_what_grew_is_expected_to_grow_on_while_nothing_is_read():
     watch.restart()
     observed(watch, None, time_s=time_s + 120.0)
     assert watch.left == pytest.approx(left - 0.12, abs=0.03)
+    # What is left is the same for steps in a row, so that a search in the background is found.
+    steps = []
+    for number in range(100):
+        observed(watch, None, time_s=time_s + 120.0 + number / 10)
+        steps.append(watch.left)
+    assert len(set(steps)) <= 3
     settled = MemoryWatch()
     for number in range(60):
         observed(settled, 0.6 if number < 5 else 0.8, time_s=10.0 * number)

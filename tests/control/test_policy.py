@@ -108,6 +108,13 @@ def test_a_risk_that_the_account_refuses_is_weighed_again_if_conditions_may_last
     assert decided(risky, **poor).wait_s is None
 
 
+def test_a_switch_that_is_refused_for_what_is_owed_is_weighed_again_when_steps_may_have_paid():
+    risky = candidate(0.2, deviation=0.1, cost_s=60.0, return_s=60.0)
+    owed = {"whole_s": 10_000.0, "account": Allowance(share=0.001, owed_s=30.0)}
+    assert decided(risky, **owed).action == "stay"
+    assert decided(risky, **owed).wait_s == constants.DEBT_REVIEW * 30.0
+
+
 def test_a_risk_is_taken_once_conditions_have_cost_as_much_whatever_is_owed():
     dear = candidate(0.2, deviation=0.1, cost_s=100.0, return_s=100.0)
     conditions = {"horizon_s": 2e4, "whole_s": 1000.0}

@@ -267,6 +267,18 @@ def test_a_requested_round_waits_for_its_step_and_the_budget():
     assert [budget.is_due(step) for step in (19, 20)] == [False, True]
     budget.ask(2)
     assert budget.is_due(2), "the first is still owed for"
+
+
+def test_what_a_request_is_worth_ends_with_the_next_round_that_nobody_asks_for():
+    free, budget = Budget(0.01), Budget(0.01)
+    for each in (free, budget):
+        each.spent(1, 0.1, 0.5)
+        each.ask(2, worth_s=10.0)
+        each.spent(2, 0.1, 0.5)
+    free.ask(3)
+    for each in (free, budget):
+        each.spent(3, 0.1, 0.5)
+    assert free.interval_s < budget.interval_s, "it was charged"
     budget.spent(2, 1 / 16, 0.5)
     budget.ask(3)
     assert next(step for step in range(3, 1000) if budget.is_due(step)) == 9, (

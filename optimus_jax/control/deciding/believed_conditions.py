@@ -206,13 +206,13 @@ class BelievedConditions:
             if name in self.rejected_signals
             and name in claimed
             and claims[name].quality == "good"
-            and num_steps > since
-            and (num_steps - since) % constants.RECONSIDERED_STEPS == 0
+            and num_steps - since >= constants.RECONSIDERED_STEPS
         }
         if not due or level is None or self._steps.regime:
             return {}
         if self._steps.detector.count < constants.RECONSIDERED_STEPS:
             return {}
+        self._rejected_at |= dict.fromkeys(due, num_steps)
         usual = otherwise_of(self.present)
         for family in dict.fromkeys(map(family_of, due)):
             group = {name: value for name, value in due.items() if family_of(name) == family}

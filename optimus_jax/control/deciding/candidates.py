@@ -32,7 +32,7 @@ class Searches:
 
     def __init__(self, searcher: Searcher | None) -> None:
         self._searcher = searcher or search_now
-        self._found: dict[object, Ranking] = {}
+        self._found: dict[object, tuple[Plan, ...]] = {}
 
     def best(self, key: object, pricing: Pricing) -> Sequence[Plan] | None:
         """The best plans by this pricing; None: the search is not done yet.
@@ -49,8 +49,8 @@ class Searches:
                 return None
             if len(self._found) >= constants.MAX_CACHED_SEARCHES:
                 self._found.pop(next(iter(self._found)))
-            self._found[key] = found
-        return [candidate.plan for candidate in self._found[key].best]
+            self._found[key] = tuple(candidate.plan for candidate in found.best)
+        return list(self._found[key])
 
 
 def times(plan: Plan, pricing: Pricing) -> dict[str, float]:

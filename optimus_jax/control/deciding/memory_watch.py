@@ -118,10 +118,12 @@ class MemoryWatch:
 
     @property
     def left(self) -> float:
-        """Memory that plans may be estimated to need, as a share of what the planner allows."""
+        """Memory that plans may be estimated to need, as a share of what the planner allows, in
+        whole percents: where it shrinks all the time, each step would need another search.
+        """
         most = self._factor.mean + constants.MEMORY_SAFETY_STDS * self._factor.plan_std
         taken = max(self.taken, self._foreseen()) if self.taken else 0.0
-        return (1 - taken) * min(1.0, 1 / (USABLE_SHARE * most))
+        return math.floor(100 * (1 - taken) * min(1.0, 1 / (USABLE_SHARE * most))) / 100
 
     def applied(self, pricing: Pricing) -> Pricing:
         """The pricing with the memory that is left."""

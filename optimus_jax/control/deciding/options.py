@@ -330,7 +330,7 @@ class Options:
         key = (
             devices.setting,
             pricing.cluster.num_devices,
-            round(observed.memory.left, 2),
+            observed.memory.left,
             mesh,
             schedule,
             free,
