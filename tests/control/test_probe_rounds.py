@@ -272,6 +272,11 @@ def test_a_requested_round_waits_for_its_step_and_the_budget():
     assert next(step for step in range(3, 1000) if budget.is_due(step)) == 9, (
         "when no more than one is owed for"
     )
+    budget.ask(3, urgent=True)
+    assert budget.is_due(3), "whatever is owed"
+    budget.spent(3, 1 / 16, 0.5)
+    budget.ask(4)
+    assert next(step for step in range(4, 1000) if budget.is_due(step)) == 17
 
 
 def test_what_a_request_is_worth_ends_with_the_next_round_that_nobody_asks_for():
@@ -284,11 +289,6 @@ def test_what_a_request_is_worth_ends_with_the_next_round_that_nobody_asks_for()
     for each in (free, budget):
         each.spent(3, 0.1, 0.5)
     assert free.interval_s < budget.interval_s, "it was charged"
-    budget.ask(3, urgent=True)
-    assert budget.is_due(3), "whatever is owed"
-    budget.spent(3, 1 / 16, 0.5)
-    budget.ask(4)
-    assert next(step for step in range(4, 1000) if budget.is_due(step)) == 17
 
 
 def test_a_round_worth_its_time_is_not_charged_to_the_budget():
