@@ -17,6 +17,8 @@ from optimus_jax.system.environment import replace_unencodable_characters
 from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import ignoring_write_errors, open_closed_streams
 
+GRACE_S = 20.0
+"""Default of --grace."""
 WORDS = {"processes": "nproc_per_node nproc num_processes n np num_procs"}
 """Aliases: what other programs call these flags."""
 
@@ -44,9 +46,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--grace",
         type=float,
-        default=20.0,
+        default=GRACE_S,
         metavar="S",
-        help="seconds that the other processes get to end after one has failed (default: 20)",
+        help="seconds that the other processes get to end after one has failed (default: %(default)g)",
     )
     flags.add_argument(
         "script", metavar="SCRIPT", help="path of a script, or a command such as train"

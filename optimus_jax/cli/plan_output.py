@@ -25,7 +25,7 @@ from optimus_jax.planning.search.explain import (
     whole_over_tensor,
 )
 from optimus_jax.planning.training_cost import TrainingCost, compact
-from optimus_jax.report.plan_page import plan_page
+from optimus_jax.report.plan_page import TEXT_COLUMNS, plan_page
 from optimus_jax.run.command_line import PIPED_WIDTH, settings
 from optimus_jax.system.command import typed_command
 from optimus_jax.viz.frontier import PlanRecord
@@ -58,8 +58,6 @@ SAID_BY_FLAGS = (
 """Settings that the "train with:" line gives as the plan and the batch have them."""
 RULES = "parallel.rules"
 """Setting that the plan may only add to."""
-TEXTS = ("mesh", "schedule", "remat", "overlap", "why")
-"""Columns that are not numbers."""
 COSTS = ("time", "device-hours", "price", "MWh")
 """Columns of what training takes."""
 LEFT_OUT = ("mesh", "step", "per device", "MFU", "GiB")
@@ -198,7 +196,7 @@ def plan_table(
     rows = [cells(ranked, is_narrow=is_narrow) for ranked in plans]
     names = [name for name in rows[0] if not is_narrow or name in IN_NARROW]
     for name in names:
-        is_text = name in TEXTS
+        is_text = name in TEXT_COLUMNS
         table.add_column(
             name,
             justify="left" if is_text else "right",

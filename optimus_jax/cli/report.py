@@ -13,10 +13,11 @@ from optimus_jax.report.run_history import RunHistory
 from optimus_jax.report.run_report import run_report
 from optimus_jax.run.command_line import Parser
 from optimus_jax.run.stored_run import run_to_read
+from optimus_jax.run_directory.contents import REPORT_FILE
 from optimus_jax.system.paths import UserPath, user_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
-PAGE, COMPARISON = "report.html", "comparison.html"
+PAGE, COMPARISON = REPORT_FILE, "comparison.html"
 """Default names of the page about one run, and about several."""
 WATCH_S = 15
 """Seconds between two pages of --watch."""

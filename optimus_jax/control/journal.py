@@ -26,6 +26,7 @@ from typing import Any, Literal
 from optimus_jax.config.settings import shown, with_right_types
 from optimus_jax.errors import PlanError, RunDirectoryError, explain
 from optimus_jax.plan import Plan
+from optimus_jax.run_directory.contents import SWITCHES_FILE
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.files import explained, json_object
 
@@ -68,7 +69,7 @@ def switches(run_dir: Path) -> list[SwitchRecord]:
       RunDirectoryError: a complete line is not a valid record of a switch.
     """
     records: list[SwitchRecord] = []
-    for values in _read(run_dir / "switches.jsonl"):
+    for values in _read(run_dir / SWITCHES_FILE):
         try:
             if values["record"] == "begin":
                 records.append(
@@ -140,7 +141,7 @@ class Journal:
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run, self._path = run, run.path / "switches.jsonl"
+        self._run, self._path = run, run.path / SWITCHES_FILE
 
     def recover(self, step: int) -> SwitchRecord | None:
         """End the switch that the run died in, if any, and return it: the first thing a resume at

@@ -162,13 +162,15 @@ class LoadedModel:
 
     def evaluate(self, **settings: Any) -> EvaluationResult:
         """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its
-        parameters are read again, for the mesh.
+        parameters are read again, for the mesh, so that the devices need room for them twice.
         """
         settings.setdefault("say", self.warn)
         return evaluate(self.source, step=self.step, **settings)
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:
-        """`optimus_jax.export` of this model, of a run: `dtype`, `max_shard_size`."""
+        """`optimus_jax.export` of this model: `dtype`, `max_shard_size`. Raises ConfigError if it is
+        not a run's.
+        """
         settings.setdefault("warn", self.warn)
         return export(self.source, to, step=self.step, **settings)
 

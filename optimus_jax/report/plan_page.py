@@ -8,7 +8,7 @@ from optimus_jax.report.charts import RUNS, style
 from optimus_jax.report.page import Chart, PageBlock, PageTable, Section, note, page
 from optimus_jax.viz.frontier import PlanRecord, draw_frontier, frontier
 
-LEFT = ("mesh", "schedule", "remat", "overlap", "why")
+TEXT_COLUMNS = ("mesh", "schedule", "remat", "overlap", "why")
 """Columns that are not numbers."""
 HEIGHT = 560
 """Height of the chart in pixels."""
@@ -67,6 +67,6 @@ def _table(cluster: str, rows: Sequence[Mapping[str, str]], best: set[int]) -> P
         " as fast and needs less memory.",
         head=head,
         rows=[[row[column] for column in columns] for row in rows],
-        numbers=[name for name in head if name not in LEFT],
+        numbers=[name for name in head if name not in TEXT_COLUMNS],
         marked=frozenset(index for index, row in enumerate(rows) if int(row[""]) in best),
     )

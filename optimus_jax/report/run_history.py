@@ -27,6 +27,7 @@ from optimus_jax.report.run_events import (
     switch_method_of,
     text,
 )
+from optimus_jax.run_directory.contents import EVENTS_FILE, METRICS_FILE
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.system.json_input import parse_json
@@ -119,7 +120,7 @@ class RunHistory:
         run = RunDirectory(
             path, writer=False, warn=lambda warning: read_errors.append(str(warning))
         )
-        logs = [run.path / name for name in ("metrics.jsonl", "events.jsonl")]
+        logs = [run.path / name for name in (METRICS_FILE, EVENTS_FILE)]
         if not run.is_begun and not any(log.exists() for log in logs):
             raise ConfigError(
                 explain(

@@ -59,6 +59,7 @@ from optimus_jax.report.run_events import (
 from optimus_jax.report.run_history import MAX_COMPARED_STEPS, RunHistory, Switch, median_time
 from optimus_jax.report.run_profiles import profiles
 from optimus_jax.report.run_settings import resumes, settings_section
+from optimus_jax.run_directory.contents import ABANDONED_FILE
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.training.numbers import short
 
@@ -100,7 +101,7 @@ def introduction() -> str:
 def warnings_about(history: RunHistory) -> list[str]:
     """What limits the page: unreadable lines, and steps that it does not show."""
     warnings = [*history.read_errors]
-    if (abandoned := history.path / "metrics.abandoned.jsonl").exists():
+    if (abandoned := history.path / ABANDONED_FILE).exists():
         warnings.append(
             "The run went back to a checkpoint and repeated the steps after it. Their first"
             f" attempts are in {abandoned.name} and not on this page."

@@ -76,7 +76,9 @@ class EvaluationResult:
     term: str
     """What a term is."""
     num_terms: int
+    """Terms that were measured."""
     num_examples: int
+    """Examples that they are from."""
     perplexity: float | None
     """Exponential of the loss; None: it overflows, or is not of the tokens of a text."""
     bits_per_byte: float | None

@@ -57,11 +57,13 @@ class ExportResult:
     """A directory that transformers loads."""
 
     directory: Path
+    """Where it is, absolute or as it was named."""
     step: int
     """Step of the checkpoint whose parameters it has."""
     dtype: str
     """Number format of the weights: f32, bf16 or f16."""
     num_params: int
+    """Parameters that were written."""
     num_bytes: int
     """Bytes of the tensors."""
 

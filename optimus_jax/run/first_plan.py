@@ -27,6 +27,7 @@ from optimus_jax.planning.search.phase_plans import PricingOf, plan_of
 from optimus_jax.planning.search.search import Pricing
 from optimus_jax.planning.trials.measure import TRIAL_STEPS, measure
 from optimus_jax.planning.trials.trial import PlanTrial, run_trial
+from optimus_jax.run_directory.contents import PLAN_FILE
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.watchers import Display
 
@@ -89,7 +90,7 @@ def plan_of_run(
         name in layout or name.startswith(LAYOUT_SETTINGS) for name in overrides
     ):
         return None
-    plan = Plan.from_json(text, run.path / "plan.json")
+    plan = Plan.from_json(text, run.path / PLAN_FILE)
     # somebody edited config.json, which counts as giving the setting
     if config.precision.compute not in ("auto", plan.precision):
         return None

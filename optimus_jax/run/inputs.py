@@ -31,6 +31,8 @@ from optimus_jax.training.tasks import model_of, task_of
 from optimus_jax.training.transcripts import Transcripts
 
 NO_FRACTION = " (data.eval_fraction=0)"
+ROWS_AT_ONCE = 32
+"""Rows of a batch of which only the tokens are read."""
 POSITION = "position"
 """Of the data's iterator, in the metadata of a checkpoint."""
 
@@ -146,14 +148,14 @@ class Inputs:
         if self.num_transcribed:
             check_jiwer("; or --set evaluation.transcribed=0")
 
-    def whole_held_out_batches(self, num_rows: int = 32) -> Iterator[HostBatch]:
+    def whole_held_out_batches(self) -> Iterator[HostBatch]:
         """The held-out examples, the same in every process."""
         assert self.data.held_out is not None
         return eval_batches(
             self.data.held_out,
             seq_len=self.config.eval_seq_len,
-            num_rows=num_rows,
-            rows=np.arange(num_rows),
+            num_rows=ROWS_AT_ONCE,
+            rows=np.arange(ROWS_AT_ONCE),
             respect_documents=self.config.data.respect_documents,
             num_examples=self.num_eval_examples,
         )

@@ -28,7 +28,6 @@ from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.base_formats import encoded_on_mesh
 from optimus_jax.models.finite_values import finite_block
-from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_tensors import LeafSource, TensorLike, leaf_sources
 from optimus_jax.models.shapes import ModelShapes, Params
 from optimus_jax.run.byte_progress import byte_progress
@@ -92,26 +91,6 @@ class PublishedWeights:
             )
             params = with_added_tokens(params, stored, shapes.config.vocab_size)
         return program.state_with(params, _base_tuning(program)), name
-
-
-@dataclass(frozen=True, eq=False)
-class TensorWeights:
-    """The parameters in arrays of Hugging Face's shapes, as `InitialWeights`."""
-
-    tensors: Mapping[str, np.ndarray]
-    """Every tensor of the model, by name."""
-    source: str
-    """Where they are from."""
-
-    def initial_state(
-        self, program: Program, say: Callable[[str], object]
-    ) -> tuple[TrainState, str]:
-        """As `InitialWeights`. Raises CheckpointError if the tensors are not those of the model."""
-        shapes = program.shapes.base
-        tensors = model_tensors(self.tensors, shapes.config)
-        check_tied_head(tensors, shapes.config)
-        params = read_params(tensors, shapes, _base_target(program))
-        return program.state_with(params, _base_tuning(program)), self.source
 
 
 def _base_tuning(program: Program) -> Tuning:

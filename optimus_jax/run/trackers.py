@@ -19,6 +19,7 @@ from optimus_jax.config import LogConfig
 from optimus_jax.config.settings import compared_settings, value_of
 from optimus_jax.errors import ConfigError, OptimusError, explain, first_line
 from optimus_jax.report.run_report import run_report
+from optimus_jax.run_directory.contents import REPORT_FILE
 from optimus_jax.run_directory.directory import TRACKER_IDS
 from optimus_jax.run_directory.files import replace
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
@@ -26,7 +27,6 @@ from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.resilient_io import print_to_stderr
 from optimus_jax.training.callbacks import Callback, RunInfo
 
-REPORT = "report.html"
 PARAMS_AT_ONCE = 100
 """Most settings that MLflow takes at once."""
 
@@ -253,7 +253,7 @@ def _report(run_dir: Path) -> Iterator[Path | None]:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / REPORT
+        path = Path(folder) / REPORT_FILE
         path.write_text(text, encoding="utf-8")
         yield path
 

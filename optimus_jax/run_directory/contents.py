@@ -25,17 +25,21 @@ EventName = Literal[
     "end",
 ]
 
+CONFIG_FILE, PLAN_FILE = "config.json", "plan.json"
+METRICS_FILE, ABANDONED_FILE = "metrics.jsonl", "metrics.abandoned.jsonl"
+EVENTS_FILE, SWITCHES_FILE = "events.jsonl", "switches.jsonl"
+REPORT_FILE = "report.html"
 PROFILES = "profiles"
 """Directory of a run's profiles."""
 EXPORTS = "exports"
 """Directory of a run's exports, unless `export.dir` names another."""
 
 FILES: Mapping[str, str] = {
-    "config.json": "Settings of the run, and the values that it chose for open ones.",
-    "plan.json": "The plan in use.",
-    "metrics.jsonl": "A line for each step.",
-    "metrics.abandoned.jsonl": "Lines of steps that were done again after an older checkpoint.",
-    "events.jsonl": "A line for each event.",
+    CONFIG_FILE: "Settings of the run, and the values that it chose for open ones.",
+    PLAN_FILE: "The plan in use.",
+    METRICS_FILE: "A line for each step.",
+    ABANDONED_FILE: "Lines of steps that were done again after an older checkpoint.",
+    EVENTS_FILE: "A line for each event.",
     "checkpoints": "States of the run, by step.",
     "damaged": "Checkpoints that could not be restored.",
     "abandoned": "Checkpoints of steps that were done again.",
@@ -45,7 +49,7 @@ FILES: Mapping[str, str] = {
     "lock": "Held by the process that writes.",
     "progress": "Heartbeats of the processes.",
     "faults": "Faults that each process has noticed: lines as of the event `fault`.",
-    "switches.jsonl": "Journal of switches between plans: up to three lines for each.",
+    SWITCHES_FILE: "Journal of switches between plans: up to three lines for each.",
     "lost_devices.json": "Written by the user: ids of devices to move away from.",
     "tensorboard": "The metrics for TensorBoard, if it is on.",
     "trackers.json": "Names by which trackers know the run.",
@@ -53,7 +57,7 @@ FILES: Mapping[str, str] = {
     EXPORTS: "Exported models of `export.every`, by step.",
     PROFILES: "Profiles of `--profile`, by their first step: a trace, the compiled step, and where"
     " the time went (profile.json).",
-    "report.html": "Page written by `optimus report`.",
+    REPORT_FILE: "Page written by `optimus report`.",
 }
 """Files and folders; most appear only when there is something to write."""
 

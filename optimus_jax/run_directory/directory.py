@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optimus_jax.errors import ConfigError, OptimusError, RunDirectoryError, explain
-from optimus_jax.run_directory.contents import EVENTS, PROFILES, EventName
+from optimus_jax.run_directory.contents import (
+    ABANDONED_FILE,
+    CONFIG_FILE,
+    EVENTS,
+    EVENTS_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    PROFILES,
+    EventName,
+)
 from optimus_jax.run_directory.files import (
     append,
     complete_lines,
@@ -493,23 +502,23 @@ class RunDirectory:
 
     @property
     def _config(self) -> Path:
-        return self.path / "config.json"
+        return self.path / CONFIG_FILE
 
     @property
     def _plan(self) -> Path:
-        return self.path / "plan.json"
+        return self.path / PLAN_FILE
 
     @property
     def _metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def _abandoned(self) -> Path:
-        return self.path / "metrics.abandoned.jsonl"
+        return self.path / ABANDONED_FILE
 
     @property
     def _events(self) -> Path:
-        return self.path / "events.jsonl"
+        return self.path / EVENTS_FILE
 
 
 def _make_default(model_name: str) -> Path:

@@ -16,6 +16,7 @@ from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.control.journal import switches
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
+from optimus_jax.run_directory.contents import CONFIG_FILE, METRICS_FILE, PLAN_FILE
 from optimus_jax.simulation.scenarios import Scenario
 from optimus_jax.system.json_input import parse_json
 
@@ -44,16 +45,16 @@ def recorded(run_dir: Path) -> Recording:
       ConfigError: there is no run, it has too few steps, or its first plan is unknown.
     """
     try:
-        config = Config.from_json((run_dir / "config.json").read_text(encoding="utf-8"))
+        config = Config.from_json((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         if config.optimizer.name == IN_PYTHON:  # how many moments it has is not known here
             config = config.with_values({"optimizer.name": "adamw"})
         if config.task == IN_PYTHON:
             config = config.with_values({"task": None})
         plans = [
-            Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")),
+            Plan.from_json((run_dir / PLAN_FILE).read_text(encoding="utf-8")),
             *[record.source for record in switches(run_dir)],
         ]
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             explain(

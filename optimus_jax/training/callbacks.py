@@ -72,7 +72,9 @@ class Callback:
         """The run has moved to another plan, or back: the event `remesh` or `rollback`."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Any event, as it stands in events.jsonl; also those of the methods above."""
+        """Any event, as it stands in events.jsonl; also those of the methods above. The reference
+        page about the run directory lists them with their fields.
+        """
 
     def on_end(self, step: int, reason: str) -> None:
         """The run has ended after a step: `done`, `interrupt` or `terminate`, when it is saved;

@@ -12,6 +12,7 @@ import pytest
 from helpers import F32_RELATIVE, fitted, host_leaves, relative_error
 from plans import VOCAB_SIZE, build, case, in_order, model_for, random_state
 from shared_programs import shared_programs  # noqa: F401
+from tensor_weights import TensorWeights
 
 import optimus_jax
 from optimus_jax.checkpoint.checkpoints import Checkpoints
@@ -28,7 +29,6 @@ from optimus_jax.reshard.restack import is_stacked
 from optimus_jax.run import published_weights
 from optimus_jax.run.adapters import save_adapters
 from optimus_jax.run.initial_weights import RunWeights, SeedWeights
-from optimus_jax.run.published_weights import TensorWeights
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.store.objects import Objects
 from optimus_jax.system.paths import Url

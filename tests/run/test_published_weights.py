@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from plans import build, case, in_order, model_for
 from published_models import MODELS, TINY_RUN, state_dict_of, write
 from shared_programs import shared_programs  # noqa: F401
+from tensor_weights import TensorWeights
 
 import optimus_jax
 from optimus_jax.config import Tuning
@@ -37,7 +38,7 @@ from optimus_jax.models.huggingface_tensors import tensor_shapes
 from optimus_jax.models.shapes import model_shapes
 from optimus_jax.models.tuning_checks import check_freeze
 from optimus_jax.run import published_weights
-from optimus_jax.run.published_weights import PublishedWeights, TensorWeights
+from optimus_jax.run.published_weights import PublishedWeights
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.weights.directory import open_model, read_config
 from optimus_jax.weights.published import PublishedSource, model_named
