@@ -48,7 +48,10 @@ def parser() -> Parser:
         type=float,
         default=GRACE_S,
         metavar="S",
-        help="seconds that the other processes get to end after one has failed (default: %(default)g)",
+        help=(
+            "seconds that the other processes get to end after one has failed"
+            " (default: %(default)g)"
+        ),
     )
     flags.add_argument(
         "script", metavar="SCRIPT", help="path of a script, or a command such as train"

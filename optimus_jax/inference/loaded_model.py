@@ -168,8 +168,9 @@ class LoadedModel:
         return evaluate(self.source, step=self.step, **settings)
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:
-        """`optimus_jax.export` of this model: `dtype`, `max_shard_size`. Raises ConfigError if it is
-        not a run's.
+        """`optimus_jax.export` of this model: `dtype`, `max_shard_size`.
+
+        Raises ConfigError if it is not a run's.
         """
         settings.setdefault("warn", self.warn)
         return export(self.source, to, step=self.step, **settings)

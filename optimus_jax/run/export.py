@@ -57,7 +57,7 @@ class ExportResult:
     """A directory that transformers loads."""
 
     directory: Path
-    """Where it is, absolute or as it was named."""
+    """Where it is, as it was named."""
     step: int
     """Step of the checkpoint whose parameters it has."""
     dtype: str
