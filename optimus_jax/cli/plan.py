@@ -45,6 +45,7 @@ def parser() -> Parser:
             "cluster": "hardware topology",
             "tokens": "num_tokens train_tokens total_tokens",
             "price": "price_per_hour cost_per_hour",
+            "measure": "profile",
         },
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
@@ -148,10 +149,10 @@ def parser() -> Parser:
         help="compile the plans for the cluster's GPUs (extra plan-gpu)",
     )
     flags.add_argument(
-        "--profile",
+        "--measure",
         action="store_true",
         default=False,
-        help="measure this machine's devices again",
+        help="measure this machine's devices again (default: what was measured before)",
     )
     flags.add_argument(
         "--cpu-devices", metavar="N", type=int, default=None, help="number of virtual CPU devices"
@@ -169,7 +170,7 @@ def parser() -> Parser:
 
 def overrides(given: dict) -> dict:
     """The settings that the parsed flags give, by dotted name."""
-    return settings(given, leave=("cpu_devices", "profile"))
+    return settings(given, leave=("cpu_devices", "measure"))
 
 
 def find(given: dict) -> "PlanSearch":
@@ -216,7 +217,7 @@ def find(given: dict) -> "PlanSearch":
         # A wrong setting is reported before minutes of measuring.
         here = measured_here(
             given["cpu_devices"],
-            refresh=given["profile"],
+            refresh=given["measure"],
             check=lambda topology: config_for(
                 given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given)
             ),
@@ -224,12 +225,12 @@ def find(given: dict) -> "PlanSearch":
         return search_plans(
             given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked
         )
-    if given["profile"] or given["cpu_devices"] is not None:
+    if given["measure"] or given["cpu_devices"] is not None:
         raise ConfigError(
             explain(
                 "only this machine's devices can be measured",
                 given=f"--cluster {given['cluster']}",
-                do="leave out --cluster, or --profile and --cpu-devices",
+                do="leave out --cluster, or --measure and --cpu-devices",
             )
         )
     return search_plans(given["model"], given["cluster"], without=given.get("without"), **asked)
@@ -268,7 +269,7 @@ def check_flags(given: dict) -> None:
         return
     others = [
         f"--{name.replace('_', '-')}"
-        for name in ("without", "top", "explain", "rejected", "compile", "profile", "cpu_devices")
+        for name in ("without", "top", "explain", "rejected", "compile", "measure", "cpu_devices")
         if given.get(name)
     ]
     if given["cluster"] != THIS_MACHINE:

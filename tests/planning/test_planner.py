@@ -180,7 +180,7 @@ def test_the_script_prints_a_table_and_json():
     [
         (("--cluster", "h100"), "needs its numbers of hosts and devices"),
         (("--cluster", "h100:8", "--explain", "11"), "ranks count from 1"),
-        (("--cluster", "h100:8", "--profile"), "only this machine's devices can be measured"),
+        (("--cluster", "h100:8", "--measure"), "only this machine's devices can be measured"),
         (("--cluster", "h100:8", "--set", "x"), "--set needs a name and a value"),
         (("--cluster", "h100:8", "--link", "inside=fast"), "cannot read the link's speed 'fast'"),
     ],

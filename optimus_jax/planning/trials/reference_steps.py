@@ -167,7 +167,7 @@ def time_reference_steps(
         warnings.warn(
             f"{budget.num_left_out} of {len(legal)} training steps were skipped because time ran"
             " out. Is this machine busy? Measure it again when it is not:"
-            f" {typed_command('plan')} --profile",
+            f" {typed_command('plan')} --measure",
             stacklevel=2,
         )
     return tuple(steps)
