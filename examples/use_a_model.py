@@ -20,7 +20,7 @@ run = optimus_jax.train(
     global_batch=32,
     run_dir="runs/use_a_model",
     progress="none",
-    **{**SIZES, "model.head_dim": 16},
+    **{**SIZES, "model.head_dim": 8},
 )
 model = optimus_jax.load(run.run_dir, mesh="tensor=2")
 prompts = ["12 is a ", "99 is a number, and "]

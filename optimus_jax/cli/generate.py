@@ -17,6 +17,8 @@ from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
 STANDARD_INPUT = "-"
+BATCH_SIZE = 8
+"""Default of --batch-size."""
 WORDS = MODEL_WORDS | {
     "run": f"{MODEL_WORDS['run']} out_dir",
     "prompt": "prompt_text input_text",
@@ -61,8 +63,7 @@ def parser() -> Parser:
         "--batch-size",
         metavar="N",
         type=int,
-        default=8,
-        help="with --prompts: most prompts to continue at once (default: %(default)s)",
+        help=f"with --prompts: most prompts to continue at once (default: {BATCH_SIZE})",
     )
     flags.add_argument(
         "--chat",
@@ -202,9 +203,17 @@ def main() -> None:
                 do="add --chat, or leave it out",
             )
         )
+    if given["batch_size"] is not None and given["prompts"] is None:
+        raise ConfigError(
+            explain(
+                "a single prompt is no batch",
+                given=f"--batch-size {given['batch_size']} without --prompts",
+                do="leave it out; --num-samples N gives several texts of one prompt",
+            )
+        )
     import_jax()  # after parsing, so that --help does not wait for JAX
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     from optimus_jax.inference.text_model import GenerationSettings
 
@@ -225,19 +234,20 @@ def main() -> None:
             print_to_stderr(told)
             show("" if given["chat"] else prompts[0], pieces)
             return
-        size = given["batch_size"]
+        size = BATCH_SIZE if given["batch_size"] is None else given["batch_size"]
         texts = model.generate_each(prompts, how, batch_size=size, warn=print_to_stderr)
         print_to_stderr(told)
-        shown = track(
-            zip(prompts, texts, strict=True),
-            "Generating",
-            total=len(prompts),
+        shown = Progress(
             console=Console(stderr=True),
             disable=sys.stdout.isatty() or not sys.stderr.isatty(),
             transient=True,
+            redirect_stdout=False,  # texts go where the user sends them
         )
-        for prompt, of_samples in shown:
-            show_json(prompt, of_samples)
+        with shown:
+            for prompt, of_samples in shown.track(
+                zip(prompts, texts, strict=True), total=len(prompts), description="Generating"
+            ):
+                show_json(prompt, of_samples)
 
 
 def show_json(prompt: str, texts: Sequence[str]) -> None:

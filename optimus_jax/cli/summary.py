@@ -57,6 +57,7 @@ def main() -> None:
     given = parser().read()
     # After parsing, so that --help does not wait for JAX.
     import_jax()
+    from optimus_jax.config.request import make_config
     from optimus_jax.data.mixture import Mixture
     from optimus_jax.data.named_files import FileExamples
     from optimus_jax.planning.profiles.data_profile import profile_data
@@ -64,14 +65,14 @@ def main() -> None:
     from optimus_jax.run.inputs import Inputs
     from optimus_jax.run.requested_config import requested_config
     from optimus_jax.weights.published import MODEL
-    from optimus_jax.weights.published_adapters import PublishedAdapters
+    from optimus_jax.weights.published_adapters import PublishedAdapters, model_with_adapters
 
     model, asked = given["model"], settings(given)
-    if PublishedAdapters.parse(model, what=MODEL) is not None:
-        model, asked = None, {"init_from": model} | asked
-    config, data = requested_config(model, None, None, False, asked, False), []
+    config, data = make_config(model_with_adapters(model), asked), []
     if given["data"]:
-        inputs = Inputs.of(config)
+        if PublishedAdapters.parse(model, what=MODEL) is not None:
+            model, asked = None, {"init_from": model} | asked
+        inputs = Inputs.of(requested_config(model, None, None, False, asked, False))
         config, train = inputs.config, inputs.data.train
         if isinstance(train, FileExamples):
             raise DataError(

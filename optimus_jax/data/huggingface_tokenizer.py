@@ -172,26 +172,30 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _frame(self) -> TextFrame:
+        frame = frame_of_ends(self.eos)
         try:
-            encoding = self._tokenizer.encode("a", "a", add_special_tokens=True)
+            pair = self._tokenizer.encode("a", "a", add_special_tokens=True)
             alone = self._tokenizer.encode("a", add_special_tokens=True)
         except BaseException as error:
             if not _is_of_library(error):
                 raise
-            return frame_of_ends(self.eos)
-        ids, texts, types = encoding.ids, encoding.sequence_ids, encoding.type_ids
-        if None not in texts or not {0, 1} <= {*texts}:
-            return frame_of_ends(self.eos)
-        size, first, second = texts.count(1), texts.index(0), texts.index(1)
-        begin = alone.sequence_ids.index(0)
-        return TextFrame(
-            before=tuple(alone.ids[:begin]),
-            after=tuple(alone.ids[begin + size :]),
-            first=tuple(ids[:first]),
-            middle=tuple(ids[first + size : second]),
-            last=tuple(ids[second + size :]),
-            second_type=types[second],
-        )
+            return frame
+        texts = alone.sequence_ids
+        if None in texts and 0 in texts:
+            first, size = texts.index(0), texts.count(0)
+            frame = frame._replace(
+                before=tuple(alone.ids[:first]), after=tuple(alone.ids[first + size :])
+            )
+        ids, texts = pair.ids, pair.sequence_ids
+        if None in texts and {0, 1} <= {*texts}:
+            size, first, second = texts.count(1), texts.index(0), texts.index(1)
+            frame = frame._replace(
+                first=tuple(ids[:first]),
+                middle=tuple(ids[first + size : second]),
+                last=tuple(ids[second + size :]),
+                second_type=pair.type_ids[second],
+            )
+        return frame
 
     @functools.cached_property
     def _continues(self) -> np.ndarray:

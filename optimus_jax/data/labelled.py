@@ -213,9 +213,7 @@ def encode_labelled(
       DataError: a text has another label, or all have the same.
     """
     most = longest if too_long == "truncate" else 1 << 62
-    frame = tokenizer.frame
-    if place == "first" and not frame.before:
-        frame = frame._replace(before=(tokenizer.eos,))
+    frame = tokenizer.frame.led_by(tokenizer.eos) if place == "first" else tokenizer.frame
     found: list[_Tokens] = []
     finds_answers = False
     for group in groups(documents, _num_characters):
@@ -335,7 +333,7 @@ def _of_spans(
             begin, end = one.answer
             found = np.flatnonzero((spans[:, 1] > begin) & (spans[:, 0] < end))
             if len(found) and found[-1] < num_kept:
-                offset = len(frame.before) + num_asked + len(frame.middle)
+                offset = len(frame.first) + num_asked + len(frame.middle)
                 first, last = int(found[0]) + offset, int(found[-1]) + offset
         labels = [""] * len(ids)
         labels[first], labels[last] = str(BEGINS), str(ENDS)

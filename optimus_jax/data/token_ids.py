@@ -29,12 +29,12 @@ class TextFrame(NamedTuple):
     """Ids before a text that is alone."""
     after: tuple[int, ...]
     """Ids after a text that is alone."""
+    first: tuple[int, ...]
+    """Ids before the first of two texts."""
     middle: tuple[int, ...]
     """Ids between two texts."""
     last: tuple[int, ...]
     """Ids after the second text."""
-    first: tuple[int, ...] | None = None
-    """Ids before the first of two texts; None: those before a text that is alone."""
     second_type: int = 1
     """Type of the tokens of a second text and of those after it; others have type 0."""
 
@@ -47,7 +47,7 @@ class TextFrame(NamedTuple):
             longer of two first.
         """
         is_pair, sizes = len(texts) == 2, self.fitting(texts, most)
-        parts: list[Sequence[int] | np.ndarray] = [self._beginning(texts)]
+        parts: list[Sequence[int] | np.ndarray] = [self.beginning(len(texts))]
         for text, size, ids in zip(texts, sizes, self._ends(texts), strict=True):
             parts += [text[:size], ids]
         ids = np.concatenate([np.asarray(part, texts[0].dtype) for part in parts])
@@ -58,16 +58,20 @@ class TextFrame(NamedTuple):
 
     def fitting(self, texts: Sequence[np.ndarray], most: int) -> list[int]:
         """How many tokens of each text `around` keeps."""
-        room = max(0, most - len(self._beginning(texts)) - sum(map(len, self._ends(texts))))
+        room = max(0, most - len(self.beginning(len(texts))) - sum(map(len, self._ends(texts))))
         sizes = list(map(len, texts))
         if len(sizes) == 1:
             return [min(sizes[0], room)]
         first = min(sizes[0], max(room // 2, room - sizes[1]))
         return [first, min(sizes[1], room - first)]
 
-    def _beginning(self, texts: Sequence[np.ndarray]) -> tuple[int, ...]:
-        """The ids before the first text."""
-        return self.before if len(texts) == 1 or self.first is None else self.first
+    def beginning(self, num_texts: int) -> tuple[int, ...]:
+        """The ids before one text, or the first of two."""
+        return self.before if num_texts == 1 else self.first
+
+    def led_by(self, token: int) -> "TextFrame":
+        """The frame with this token before texts that no token would precede."""
+        return self._replace(before=self.before or (token,), first=self.first or (token,))
 
     def _ends(self, texts: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
         """The ids after each text."""
@@ -76,7 +80,7 @@ class TextFrame(NamedTuple):
 
 def frame_of_ends(eos: int) -> TextFrame:
     """The frame of a tokenizer that has no special tokens for it: each text ends with eos."""
-    return TextFrame(before=(), after=(eos,), middle=(eos,), last=(eos,))
+    return TextFrame(before=(), after=(eos,), first=(), middle=(eos,), last=(eos,))
 
 
 class ChatTokens(NamedTuple):

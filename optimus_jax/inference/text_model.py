@@ -59,7 +59,7 @@ class GenerationSettings:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         check_range("" not in texts, "stop", tuple(texts), "give texts of at least one character")
         object.__setattr__(self, "stop", tuple(texts))
-        assert self.sampling
+        Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -133,7 +133,7 @@ class TextModel:
         """
         settings = settings or GenerationSettings()
         tokens = self._prompt(prompt, settings, warn)
-        return self._pieces([tokens], settings, self._ends_of_turns(warn) if settings.chat else ())
+        return self._pieces([tokens], settings, self._ends(settings, warn))
 
     def generate_each(
         self,
@@ -160,23 +160,30 @@ class TextModel:
                 tokens.append(self._prompt(prompt, settings, warn))
             except DataError as error:
                 raise DataError(f"prompt {number} of {len(prompts)}: {error}") from error
-        ends = self._ends_of_turns(warn) if settings.chat and prompts else ()
-        return self.continue_each(tokens, settings, ends=ends, batch_size=batch_size)
+        return self._each(tokens, settings, self._ends(settings, warn), batch_size)
 
     def continue_each(
         self,
         prompts: Sequence[Prompt],
         settings: GenerationSettings,
         *,
-        ends: Sequence[int] = (),
         batch_size: int = 8,
     ) -> Iterator[list[str]]:
         """The texts that follow some tokens, as of `generate_each`.
 
         Args:
           settings: their `sampling`, `num_samples` and `stop` count.
-          ends: tokens that end a sample, besides eos and those of `generation_config`.
         """
+        return self._each(prompts, settings, self.generation_tokens("eos_token_id"), batch_size)
+
+    def _each(
+        self,
+        prompts: Sequence[Prompt],
+        settings: GenerationSettings,
+        ends: Sequence[int],
+        batch_size: int,
+    ) -> Iterator[list[str]]:
+        """`continue_each`, with the tokens that end a sample, besides eos."""
         samples, most = settings.num_samples, min(batch_size, len(prompts))
         for start in range(0, len(prompts), batch_size):
             some = prompts[start : start + batch_size]
@@ -204,7 +211,7 @@ class TextModel:
             eos=eos,
             sampling=settings.sampling,
             num_samples=settings.num_samples,
-            ends=[*ends, *self.generation_tokens("eos_token_id")],
+            ends=ends,
         )
         for ids, over in tokens:
             yield [
@@ -269,6 +276,11 @@ class TextModel:
         return ChatWriter(
             template=self.tokenizer.chat_template, special_tokens=self.tokenizer.special_tokens
         )
+
+    def _ends(self, settings: GenerationSettings, warn: Callable[[str], object]) -> tuple[int, ...]:
+        """The tokens that end a sample, besides eos."""
+        of_turn = self._ends_of_turns(warn) if settings.chat else ()
+        return (*of_turn, *self.generation_tokens("eos_token_id"))
 
     def _ends_of_turns(self, warn: Callable[[str], object]) -> tuple[int, ...]:
         """The token that ends the assistant's turns, if the template has one."""

@@ -91,7 +91,7 @@ def resumes(history: RunHistory) -> list[PageBlock]:
             moment(number(event, "time_s")),
             text(event, "devices") or UNKNOWN,
             plan_name(history, text(following, "digest")),
-            "; ".join(changed_settings(event)) or "as before",
+            "; ".join(changed_settings(event)) or ("as before" if "settings" in event else UNKNOWN),
             _learning_rate(event),
         ]
         for event, following in pairwise([*found, {}])

@@ -109,12 +109,12 @@ class ResumedConfig:
         """The settings of `config`, with which the run goes on, that are not as before: name ->
         the value before and now, as config.json has them.
         """
-        before, now = (dataclasses.asdict(each) for each in (self.before, config))
-        return {
+        before, now = (dataclasses.asdict(each.stored) for each in (self.before, config))
+        values = {
             name: [_in_tree(before, name), _in_tree(now, name)]
             for name in compared_settings(Config)
-            if value_of(self.before, name) != value_of(config, name)
         }
+        return {name: [old, new] for name, (old, new) in values.items() if old != new}
 
     def as_requested(self, config: Config) -> Config:
         """`config` with the settings of UNSET as requested, that is possibly unset."""

@@ -38,6 +38,7 @@ def test_every_command_has_a_script_and_a_module():
         "model_flags",
         "page_files",
         "plan_output",
+        "this_machine",
     }
 
 

@@ -104,7 +104,7 @@ def tokenizer_like_berts(directory):
 
 def test_the_frame_is_that_of_the_tokenizer(tmp_path):
     tokenizer = tokenizer_like_berts(tmp_path)
-    assert tokenizer.frame == ((1,), (2,), (2,), (2,), 1)
+    assert tokenizer.frame == ((1,), (2,), (1,), (2,), (2,), 1)
     assert tokenizer.mask == 3
     records = [{"text": "a [SEP] b", "second": "c", "label": n} for n in (0, 1)]
     options = {"tokenizer": tokenizer, "second_text_field": "second"}

@@ -745,6 +745,8 @@ def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monke
         alone = printed("--prompt", each["prompt"], "--temperature", "0")
         assert alone == each["prompt"] + each["text"] + "\n"
     assert printed(*greedy, "--batch-size", "1") == printed(*greedy)
+    with pytest.raises(ConfigError, match="without --prompts"):
+        printed("--prompt", "the", "--batch-size", "2")
     for line in printed("--prompts", str(prompts), "--num-samples", "2").splitlines():
         assert len(json.loads(line)["texts"]) == 2
     for wrong in ("the cat", '{"text": "the cat"}', "7"):

@@ -48,7 +48,7 @@ def log_probabilities(model, ids) -> np.ndarray:
 
 def test_a_published_model_reads_texts_as_its_tokenizer_begins_them(model):
     class Begins(ByteTokenizer):
-        frame = TextFrame(before=(7,), after=(), middle=(), last=())
+        frame = TextFrame(before=(7,), after=(), first=(), middle=(), last=())
 
     begins = Begins()
     published = HarnessModel(replace(model, tokenizer=begins, step=None))

@@ -38,7 +38,7 @@ def test_data_is_read_as_a_run_reads_it(tmp_path):
     pillow = pytest.importorskip("PIL.Image")
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     flags = ("--model", "gpt2-nano", "--seq-len", "64", "--data", str(tmp_path / "pairs.jsonl"))
-    shown = summary(*flags, "--set", "task=dpo", "--json")
+    shown = summary(*flags, "--set", "task=dpo", "--set", "model.tuning.method=lora", "--json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)["data"]["num_documents"] > 300
     for label in ("cat", "dog"):

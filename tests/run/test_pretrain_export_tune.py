@@ -13,6 +13,7 @@ import pytest
 
 import optimus_jax
 from optimus_jax.inference.loading import load_text_model
+from optimus_jax.inference.text_model import GenerationSettings
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -62,9 +63,8 @@ def answers(directory: Path) -> list[str]:
     model = load_text_model(directory)
     said = []
     for number in HELD_OUT:
-        pieces = model.generate(
-            conversation(number)["user"], chat=True, temperature=0, max_new_tokens=12
-        )
+        how = GenerationSettings(chat=True, temperature=0, max_new_tokens=12)
+        pieces = model.generate(conversation(number)["user"], how)
         said.append("".join(text for (text,) in pieces))
     return said
 

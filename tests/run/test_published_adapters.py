@@ -21,6 +21,7 @@ from optimus_jax.cli import plan as plan_command
 from optimus_jax.config import Config, Tuning
 from optimus_jax.errors import CheckpointError, ConfigError, OptimusError
 from optimus_jax.inference.loading import load_text_model
+from optimus_jax.inference.text_model import GenerationSettings
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.peft_format import to_peft
 from optimus_jax.models.shapes import model_shapes
@@ -163,10 +164,8 @@ def test_the_command_writes_what_peft_loads_and_a_run_begins_with(
     for path, leaf in host_leaves(params).items():
         np.testing.assert_array_equal(leaf, leaves[path], err_msg=path)
 
-    texts = [
-        list(load_text_model(each).generate("the cat", temperature=0, max_new_tokens=8))
-        for each in (run, to, llama)
-    ]
+    how = GenerationSettings(temperature=0, max_new_tokens=8)
+    texts = [list(load_text_model(each).generate("the cat", how)) for each in (run, to, llama)]
     assert texts[0] == texts[1] != texts[2]
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         export_command.main()

@@ -1,7 +1,6 @@
 """Runs whose frozen matrices are quantised: from published models and other runs, on every mesh."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from published_models import TINY_RUN, state_dict_of, write
 import optimus_jax
 from optimus_jax.config import Tuning
 from optimus_jax.inference.loading import load_text_model
+from optimus_jax.inference.text_model import GenerationSettings
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.mesh.quantised import decoded, encoded
 from optimus_jax.models.huggingface import from_huggingface
@@ -66,9 +66,9 @@ def test_a_run_begins_goes_on_elsewhere_and_is_exported(llama, words, tmp_path):
     result = optimus_jax.train(resume=True, run_dir=run, steps=4, mesh="data=4,fsdp=2")
     assert [record.step for record in result.history][-1] == 4
     done = optimus_jax.export(run, tmp_path / "out", dtype="f32")
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8}
+    sampling = GenerationSettings(temperature=0, max_new_tokens=8)
     texts = [
-        "".join(first for (first,) in load_text_model(each).generate("the c", **sampling))
+        "".join(first for (first,) in load_text_model(each).generate("the c", sampling))
         for each in (run, done.directory)
     ]
     assert texts[0] == texts[1]

@@ -17,6 +17,7 @@ DICTIONARIES = {
     "decision": set(Decision(step=1, action="stay", why="").as_json()),
     "resume": {
         "evaluation",
+        "settings",
         *RateChange(before=Config(), now=Config(), num_params=1, step=1, checkpoints=()).rates,
     },
     "fault": set(),

@@ -18,6 +18,7 @@ from optimus_jax.data.dataset import Data, load_data
 from optimus_jax.data.tokenizers import load_tokenizer
 from optimus_jax.errors import DataError
 from optimus_jax.inference.loading import load_text_model
+from optimus_jax.inference.text_model import GenerationSettings
 from optimus_jax.run import requested_config
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run_directory.directory import RunDirectory
@@ -100,7 +101,7 @@ def test_data_and_tokenizer_files_of_a_run_may_move(tmp_path, monkeypatch, capsy
     model = load_text_model(run_dir)
     assert model.tokenizer.end == "'</s>', id 2 (tokenizer_config.json)"
     with pytest.warns(UserWarning, match="it is taken as ordinary text"):
-        model.generate("</s>", max_new_tokens=1)
+        model.generate("</s>", GenerationSettings(max_new_tokens=1))
     unigram(as_special=False).save(str(run_dir / "tokenizer.json"))
     with pytest.raises(
         DataError,
