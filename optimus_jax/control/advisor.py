@@ -189,12 +189,14 @@ class Advisor(Policy):
 
     @property
     def slowed(self) -> float:
-        """Expected step time in present conditions over that in normal ones."""
+        """Expected step time in present conditions over that in normal ones; that of steps is known
+        also where nobody knows the conditions.
+        """
         now, watch = self._plan_history.now, self._watch
-        return math.exp(
-            self._prices.log_time(now.plan, self._batch, watch.conditions, now.without)
-            - self._prices.log_time(now.plan, self._batch, watch.normal, now.without)
-        )
+        believed = self._prices.log_time(
+            now.plan, self._batch, watch.conditions, now.without
+        ) - self._prices.log_time(now.plan, self._batch, watch.normal, now.without)
+        return math.exp(max(believed, watch.unexplained))
 
     def notices(self, observation: Observation, state: SwitchState) -> Sequence[Event]:
         """Record an observation; returns what is new."""

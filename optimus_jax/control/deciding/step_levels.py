@@ -63,6 +63,13 @@ class StepLevels:
         return self._plan.detector
 
     @property
+    def unexplained(self) -> float:
+        """Level over `anchor`, as a logarithm; 0: the regime is explained, or it is not known."""
+        if not self.regime or self.anchor is None or self.detector.level is None:
+            return 0.0
+        return self.detector.level - self.anchor
+
+    @property
     def anchor(self) -> float | None:
         """Level before the unexplained regime; None: none has begun, or the level is unknown."""
         return self._plan.anchor

@@ -70,6 +70,11 @@ class Watch:
         return self._steps.regime
 
     @property
+    def unexplained(self) -> float:
+        """Level of step times over that before the unexplained regime; 0: there is none."""
+        return self._steps.unexplained
+
+    @property
     def detector(self) -> ChangeDetector:
         """The step times under the present plan in present conditions."""
         return self._steps.detector
