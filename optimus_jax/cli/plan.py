@@ -345,7 +345,7 @@ def main() -> None:
     if "compare" in given:
         compare(given)
         return
-    given = {"top": TOP} | given
+    given.setdefault("top", TOP)
     # After parsing, so that --help does not wait for JAX.
     import_jax(only_cpu=given["cluster"] != THIS_MACHINE)
     takes = training_costs(given)

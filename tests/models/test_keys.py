@@ -79,7 +79,7 @@ def test_weights_and_dropout_are_the_same_under_another_default_generator(
 def test_samples_are_the_same_under_another_default_generator(request):
     def sampled():
         keys = jax.vmap(lambda number: jax.random.fold_in(make_key(5), number))(jnp.arange(64))
-        return np.asarray(draw(jnp.zeros((64, 50)), keys, jnp.int32(7), Sampling()))
+        return np.asarray(draw(jnp.zeros((64, 50)), keys, jnp.full(64, 7), Sampling()))
 
     expected = sampled()
     request.getfixturevalue("other_jax_settings")

@@ -29,9 +29,9 @@ def test_the_page_has_each_plan_and_what_it_says_is_escaped():
 
 
 def test_the_command_writes_it_beside_the_table(tmp_path):
-    flags = ("--model", "gpt2", "--schedule", "1f1b", "--remat", "none", "--top", "2")
+    flags = ("--model", "gpt2", "--schedule", "1f1b", "--remat", "none")
     page = tmp_path / "plans.html"
-    done = run_in_process("plan", "--cluster", "h100:8", *flags, "--html", page)
+    done = run_in_process("plan", "--cluster", "h100:8", *flags, "--top", "2", "--html", page)
     assert done.returncode == 0, done.stderr
     assert f"wrote {page}" in done.stderr
     text = page.read_text(encoding="utf-8")
