@@ -34,14 +34,19 @@ def plan_page(
     """
     figure = draw_frontier(plans_by_cluster, title="", capacity_bytes=capacity_bytes, colours=RUNS)
     style(figure, HEIGHT)
-    figure.update_layout(hovermode="closest", showlegend=len(plans_by_cluster) > 1)
+    figure.update_layout(
+        hovermode="closest",
+        showlegend=len(plans_by_cluster) > 1,
+        xaxis_title="memory of a device, GiB",  # short enough for a phone
+        yaxis_title="step time, s (log scale)",
+    )
     chart = Chart(
         name="frontier",
         figure=figure,
         label="Predicted step time of each plan against the memory of its most loaded device; the"
         " tables below have the numbers.",
-        caption="Predicted. A line joins plans that no other plan of their cluster beats in both"
-        " time and memory. Hover over a point for its layout; drag to zoom.",
+        caption="Predicted; memory of the most loaded device. A line joins plans that no other plan"
+        " of their cluster beats in both time and memory. Hover over a point for its layout; drag to zoom.",
     )
     tables: list[PageBlock] = [
         _table(name, rows, {plan["rank"] for plan in frontier(plans_by_cluster[name])})
