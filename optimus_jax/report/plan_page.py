@@ -46,8 +46,8 @@ def plan_page(
         label="Predicted step time of each plan against the memory of its most loaded device; the"
         " tables below have the numbers.",
         caption="Predicted; memory of the most loaded device. A line joins plans that no other plan"
-        " of their cluster beats in both time and memory. Hover over a point for its layout; drag to"
-        " zoom.",
+        " of their cluster beats in both time and memory. Hover over a point for its layout; drag"
+        " to zoom.",
     )
     tables: list[PageBlock] = [
         _table(name, rows, {plan["rank"] for plan in frontier(plans_by_cluster[name])})
