@@ -7,7 +7,12 @@ from typing import Any
 
 import optimus_jax
 
-SIZES: dict[str, Any] = {"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 256}
+SIZES: dict[str, Any] = {
+    "model.num_layers": 2,
+    "model.embed_dim": 64,
+    "model.head_dim": 8,
+    "model.mlp_dim": 256,
+}
 
 run = optimus_jax.train(
     "gpt2-nano",
@@ -20,7 +25,7 @@ run = optimus_jax.train(
     global_batch=32,
     run_dir="runs/use_a_model",
     progress="none",
-    **{**SIZES, "model.head_dim": 8},
+    **SIZES,
 )
 model = optimus_jax.load(run.run_dir, mesh="tensor=2")
 prompts = ["12 is a ", "99 is a number, and "]

@@ -330,7 +330,7 @@ def show_events(outcomes: "dict[str, Outcome]") -> None:
 def main() -> None:
     given = parser().read()
     check_flags(given)
-    # After parsing, so that --help does not wait for JAX. A replay says where it was.
+    # After parsing, so that --help does not wait for JAX. What a replay has here are CPU devices.
     import_jax(only_cpu=given.get("cluster", CLUSTER) != THIS_MACHINE)
     from rich.console import Console
     from rich.progress import track

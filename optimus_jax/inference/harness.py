@@ -156,15 +156,14 @@ class HarnessModel(TemplateLM):
         """The texts that follow some contexts, each up to the first of its `until`."""
         asked = [self._asked(*request.args) for request in requests]
         texts: list[str] = []
-        shown = tqdm(total=len(asked), desc="Generating", disable=disable_tqdm)
-        for settings, group in groupby(asked, key=lambda each: each[1]):
-            prompts = [prompt for prompt, _ in group]
-            found = self._model.continue_each(prompts, settings, batch_size=self._batch_size)
-            for (text,) in found:
-                self.cache_hook.add_partial("generate_until", requests[len(texts)].args, text)
-                texts.append(text)
-                shown.update()
-        shown.close()
+        with tqdm(total=len(asked), desc="Generating", disable=disable_tqdm) as shown:
+            for settings, group in groupby(asked, key=lambda each: each[1]):
+                prompts = [prompt for prompt, _ in group]
+                found = self._model.continue_each(prompts, settings, batch_size=self._batch_size)
+                for (text,) in found:
+                    self.cache_hook.add_partial("generate_until", requests[len(texts)].args, text)
+                    texts.append(text)
+                    shown.update()
         return texts
 
     def _asked(self, context: str, given: Mapping[str, Any]) -> tuple[Prompt, GenerationSettings]:

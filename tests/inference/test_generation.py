@@ -172,7 +172,7 @@ def assert_cache_changes_nothing(model):
 
 @pytest.mark.parametrize("family", ["gptj", "opt", "gemma2"])
 def test_rows_of_other_lengths_change_no_logits(family):
-    """Each row is at a position of its own, in a window, with learned positions or a bias."""
+    """Each row is at a position of its own: rotary or learned, in a window."""
     model = random_model(replace(FAMILY_MODELS[family], vocab_size=257, max_length=64))
     rng, lengths = np.random.default_rng(1), np.array([3, 20, 11], np.int32)
     texts = [rng.integers(0, 257, length + 9).astype(np.int32) for length in lengths]

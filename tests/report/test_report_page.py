@@ -153,7 +153,7 @@ def test_charts_are_drawn_and_nothing_overlaps(page, window):
 
 
 @needs_browser
-def test_pages_of_several_runs_and_of_plans_fit_a_phone(page, tmp_path):
+def test_pages_of_several_runs_and_of_plans_fit_a_phone(tmp_path):
     write_run(tmp_path / "a").close()
     write_run(tmp_path / "b").close()
     compared, plans = tmp_path / "compared.html", tmp_path / "plans.html"
