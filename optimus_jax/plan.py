@@ -153,7 +153,7 @@ class Plan:
         """
         return self.overlap != "none" and self.microbatches == 1 and self.pipeline is None
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Twelve hexadecimal digits that name this Plan in logs."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]

@@ -1,6 +1,7 @@
 """The built-in schedules, by name."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from optimus_jax.errors import PlanError, explain, nearest
 from optimus_jax.pipeline.gpipe import gpipe
@@ -24,6 +25,7 @@ REPEATING = ("interleaved",)
 """Schedules that support more than one repeat."""
 
 
+@lru_cache(maxsize=64)  # a search checks the same few tables for thousands of layouts
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_repeats: int = 1, latency: int = 1
 ) -> Schedule:

@@ -17,7 +17,7 @@ These are left out, because another layout is at least as good in every respect:
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -180,7 +180,8 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
         )
         return
     # faster than dataclasses.replace, which looks at every field each time
-    layout_with, fixes_pipeline = partial(Plan, **vars(common)), _fixes_pipeline(config)
+    values = {each.name: getattr(common, each.name) for each in fields(Plan)}
+    layout_with, fixes_pipeline = partial(Plan, **values), _fixes_pipeline(config)
     for pipeline in _pipelines(config, axes):
         if isinstance(pipeline, Rejection):
             yield pipeline
