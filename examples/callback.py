@@ -20,7 +20,7 @@ class GoodEnough(optimus_jax.Callback):
         self.run = run
         print(f"step {run.first_step} is next, on {run.plan.axes}")
 
-    def on_evaluate(self, record) -> None:
+    def on_evaluate(self, record: optimus_jax.EvalRecord) -> None:
         print(f"step {record.step}: held-out loss {record.loss:.3f}")
         if record.loss < self.loss:
             self.run.stop()

@@ -15,14 +15,18 @@ from optimus_jax.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from optimus_jax.config import Config, ModelConfig
+    from optimus_jax.errors import FaultError, OptimusError
     from optimus_jax.inference.loaded_model import LoadedModel, load
     from optimus_jax.plan import Plan
     from optimus_jax.planning.api import RankedPlan, find_plans
+    from optimus_jax.planning.explained_plan import explain_plan
     from optimus_jax.run.api import RunResult, train, training_loop
     from optimus_jax.run.evaluate import EvaluationResult, evaluate
     from optimus_jax.run.export import ExportResult, export
+    from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
     from optimus_jax.training.callbacks import Callback, RunInfo
     from optimus_jax.training.own_loop import TrainingLoop
+    from optimus_jax.training.task import Task
     from optimus_jax.viz.mesh_view import MeshView, show_mesh
 
 _HOMES = {
@@ -36,6 +40,11 @@ _HOMES = {
     "export": "run.export",
     "Callback": "training.callbacks",
     "RunInfo": "training.callbacks",
+    "StepRecord": "run_directory.step_record",
+    "EvalRecord": "run_directory.step_record",
+    "Task": "training.task",
+    "OptimusError": "errors",
+    "FaultError": "errors",
     "Config": "config",
     "ModelConfig": "config",
     "LoadedModel": "inference.loaded_model",
@@ -43,6 +52,7 @@ _HOMES = {
     "Plan": "plan",
     "RankedPlan": "planning.api",
     "find_plans": "planning.api",
+    "explain_plan": "planning.explained_plan",
     "MeshView": "viz.mesh_view",
     "show_mesh": "viz.mesh_view",
 }
@@ -50,18 +60,24 @@ _HOMES = {
 __all__ = [
     "Callback",
     "Config",
+    "EvalRecord",
     "EvaluationResult",
     "ExportResult",
+    "FaultError",
     "LoadedModel",
     "MeshView",
     "ModelConfig",
+    "OptimusError",
     "Plan",
     "RankedPlan",
     "RunInfo",
     "RunResult",
+    "StepRecord",
+    "Task",
     "TrainingLoop",
     "__version__",
     "evaluate",
+    "explain_plan",
     "export",
     "find_plans",
     "load",

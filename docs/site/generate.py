@@ -240,9 +240,14 @@ API = """# Python API
 .. autoclass:: optimus_jax.TrainingLoop
    :members:
 .. autofunction:: optimus_jax.find_plans
+.. autofunction:: optimus_jax.explain_plan
 .. autoclass:: optimus_jax.Callback
    :members:
 .. autoclass:: optimus_jax.RunInfo
+   :members:
+.. autoclass:: optimus_jax.StepRecord
+   :members:
+.. autoclass:: optimus_jax.EvalRecord
    :members:
 .. autofunction:: optimus_jax.evaluate
 .. autoclass:: optimus_jax.EvaluationResult
@@ -260,9 +265,13 @@ API = """# Python API
    :members:
 .. autoclass:: optimus_jax.Plan
    :members:
+.. autoclass:: optimus_jax.Task
+   :members:
 .. autoclass:: optimus_jax.ModelConfig
 .. autoclass:: optimus_jax.Config
    :members: to_json, from_json, with_values
+.. autoexception:: optimus_jax.OptimusError
+.. autoexception:: optimus_jax.FaultError
 ```
 """
 TUTORIALS = [

@@ -222,9 +222,7 @@ def find(given: dict) -> "PlanSearch":
                 given["model"], Cluster.of(topology).with_links(given["link"]), overrides(given)
             ),
         )
-        return search_plans(
-            given["model"], here.cluster, rates=here.rates, calibration=here.calibration, **asked
-        )
+        return search_plans(given["model"], here, **asked)
     if given["measure"] or given["cpu_devices"] is not None:
         raise ConfigError(
             explain(

@@ -16,11 +16,12 @@ from optimus_jax.config.request import dotted, make_config
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.mesh.build import discover
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.cost import Prediction
 from optimus_jax.planning.cost.memory import MemoryEstimate
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.learning.calibrate import Calibration
+from optimus_jax.planning.local_cluster import LocalCluster, measure_devices
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST, Cluster
 from optimus_jax.planning.search.assemble import check_settings
 from optimus_jax.planning.search.divisibility import (
@@ -30,12 +31,11 @@ from optimus_jax.planning.search.divisibility import (
     reasons_of,
 )
 from optimus_jax.planning.search.explain import (
-    as_lines,
+    explained,
     flags,
     gib,
-    memory_rows,
+    layout_settings,
     seconds,
-    term_rows,
     why_best,
     why_not,
 )
@@ -95,20 +95,19 @@ class RankedPlan:
 
     def explain(self) -> str:
         """Where the predicted time and memory go: lines of text, one for each term."""
-        return "\n".join(
-            [
-                f"{self.plan.describe()}: {seconds(self.step_time_s)} a step; {self.why}",
-                *as_lines(term_rows(self.prediction)),
-                "memory of a device:",
-                *as_lines(memory_rows(self.memory)),
-            ]
-        )
+        return explained(self.plan, self.prediction, self.memory, self.why)
 
     @property
     def flags(self) -> str:
         """Flags of `train.py` that ask for this layout; batch, length and precision go beside
         them."""
         return flags(self.plan)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of `train` that ask for this layout, by dotted name: `train(model,
+        **best.settings)`; batch, length and precision go beside them."""
+        return layout_settings(self.plan) | {"parallel.mesh": str(self.axes)}
 
     def as_json(self) -> dict[str, Any]:
         """What `optimus plan --json` prints."""
@@ -251,7 +250,7 @@ class PlanSearch:
 
 def find_plans(
     model: str | ModelConfig,
-    cluster: str | Cluster,
+    cluster: str | Cluster | None = None,
     *,
     top: int = 10,
     links: Iterable[str] = (),
@@ -259,12 +258,13 @@ def find_plans(
     without: int | None = None,
     **overrides: Any,
 ) -> list[RankedPlan]:
-    """The best plans for a model on a cluster, best first. Needs no accelerator.
+    """The best plans for a model on a cluster, best first. The cluster need not exist.
 
     Args:
       model: name of a preset, the directory of a published model or of PEFT's adapters, which name
         their model, or ORG/NAME on the hub; or a ModelConfig.
-      cluster: `h100:8x8` (hosts x devices), or a Cluster.
+      cluster: `h100:8x8` (hosts x devices), or a Cluster; None: the devices of this process, which
+        are measured once, in one to three minutes.
       top: maximum number of plans to return.
       links: link speeds that replace the usual ones, such as `inter_host=50GB/s`.
       rates: speed of the devices; None: taken from their data sheet.
@@ -277,19 +277,24 @@ def find_plans(
       OptimusError: a name is unknown, or no plan is legal and fits; the text says why.
     """
     return search_plans(
-        model, cluster, top=top, links=links, rates=rates, without=without, overrides=overrides
+        model,
+        measured_here(model, links, overrides) if cluster is None else cluster,
+        top=top,
+        links=links,
+        rates=rates,
+        without=without,
+        overrides=overrides,
     ).plans
 
 
 def search_plans(
     model: str | ModelConfig,
-    cluster: str | Cluster,
+    cluster: str | Cluster | LocalCluster,
     *,
     top: int,
     links: Iterable[str] = (),
     rates: Rates | None = None,
     without: int | None = None,
-    calibration: Calibration | None = None,
     progress: ReportStatus | None = None,
     overrides: dict[str, Any],
 ) -> PlanSearch:
@@ -303,19 +308,10 @@ def search_plans(
         raise ConfigError(
             explain("ranks count from 1", given=f"top={top}", do="ask for at least one plan")
         )
-    if not isinstance(cluster, str | Cluster):
-        raise ConfigError(
-            explain(
-                "a cluster is a name and a size, or a Cluster",
-                given=f"cluster={cluster!r}",
-                do="give one such as h100:8x8",
-            )
-        )
-    whole = Cluster.parse(cluster, links) if isinstance(cluster, str) else cluster.with_links(links)
+    whole = described(cluster, links)
     where = whole if without is None else whole.without(without)
     config = config_for(model, whole, dotted(overrides))  # a run that loses devices keeps its batch
-    rates = rates or Rates.of(where.accelerator)
-    pricing = Pricing(config, where, rates, calibration or Calibration())
+    pricing = priced(config, where, cluster, rates)
     ranking = search(pricing, top=top, progress=progress)
     divided = divisibility(
         pricing,
@@ -338,7 +334,7 @@ def search_plans(
     return PlanSearch(
         config=config,
         cluster=where,
-        rates=rates,
+        rates=pricing.rates,
         plans=ranked(ranking, divided, lost, later),
         later=later,
         rejections=ranking.rejections,
@@ -346,6 +342,44 @@ def search_plans(
         divisibility=divided,
         lost=lost,
     )
+
+
+def measured_here(
+    model: str | ModelConfig, links: Iterable[str], overrides: dict[str, Any]
+) -> LocalCluster:
+    """This process's devices. Measured once, in one to three minutes, so that wrong settings are
+    reported before: raises OptimusError for those.
+    """
+    topology = discover()
+    config_for(model, Cluster.of(topology).with_links(links), dotted(overrides))
+    return measure_devices(topology)
+
+
+def described(cluster: str | Cluster | LocalCluster, links: Iterable[str]) -> Cluster:
+    """The cluster, with these speeds of links. Raises ConfigError if it is none."""
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster, links)
+    if isinstance(cluster, Cluster | LocalCluster):
+        found = cluster if isinstance(cluster, Cluster) else cluster.cluster
+        return found.with_links(links)
+    raise ConfigError(
+        explain(
+            "a cluster is a name and a size, or a Cluster",
+            given=f"cluster={cluster!r}",
+            do="give one such as h100:8x8, or leave it out for the devices of this process",
+        )
+    )
+
+
+def priced(
+    config: Config, where: Cluster, given: str | Cluster | LocalCluster, rates: Rates | None
+) -> Pricing:
+    """The cost model on `where`: with the rates and corrections of devices that were measured, or
+    else of data sheets; `rates` replace them.
+    """
+    if isinstance(given, LocalCluster):
+        return Pricing(config, where, rates or given.rates, given.calibration)
+    return Pricing(config, where, rates or Rates.of(where.accelerator))
 
 
 def config_for(model: str | ModelConfig, where: Cluster, overrides: dict[str, Any]) -> Config:

@@ -72,6 +72,22 @@ def memory_rows(memory: MemoryEstimate) -> list[list[str]]:
     return [*([name, gib(size)] for name, size in parts), ["total", gib(memory.total)]]
 
 
+def explained(plan: Plan, prediction: Prediction, memory: MemoryEstimate, why: str) -> str:
+    """Where the predicted time and memory of a plan go: lines of text, one for each term.
+
+    Args:
+      why: what the plan is among others, in a sentence.
+    """
+    return "\n".join(
+        [
+            f"{plan.describe()}: {seconds(prediction.step_time_s)} a step; {why}",
+            *as_lines(term_rows(prediction)),
+            "memory of a device:",
+            *as_lines(memory_rows(memory)),
+        ]
+    )
+
+
 def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
