@@ -222,9 +222,12 @@ def _joined(parts: Sequence[Numbers]) -> list[float | None]:
     return joined
 
 
-def add_bands(figure: "go.Figure", history: RunHistory) -> None:
-    """Add a band behind each span, a dashed line at its median, and the plan's letter above it,
-    with a tooltip."""
+def add_bands(figure: "go.Figure", history: RunHistory, *, medians: bool = True) -> None:
+    """Add a band behind each span, and the plan's letter above it, with a tooltip.
+
+    Args:
+      medians: whether y is the time of a step, and a dashed line shows the span's median.
+    """
     left, right = step_limits(history)
     for span in history.spans[-MAX_BANDS:]:
         plan, first, last = history.plans.index(span.plan), span.first - 0.5, span.last + 0.5
@@ -240,7 +243,7 @@ def add_bands(figure: "go.Figure", history: RunHistory) -> None:
             opacity=0.22,
             line_width=0,
         )
-        if span.step_time_s is not None:
+        if medians and span.step_time_s is not None:
             figure.add_shape(
                 type="line",
                 x0=first,

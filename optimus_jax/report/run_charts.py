@@ -34,6 +34,8 @@ from optimus_jax.viz.canvas import BLUE, INK, ORANGE, SKY, VERMILLION
 
 HEIGHT = 320
 """Height of a chart in pixels."""
+LEGEND_ABOVE_MARKS = 1.1
+"""Lower end of a legend above letters and marks, in heights of the chart."""
 WHILE_TRAINING = ("prepare",)
 """Phases of a switch during which training continues."""
 MIB, GIB = 2**20, 2**30
@@ -78,6 +80,7 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
         words.append(_loss_in_words("" if is_single else name, points, held_out, by))
     limits = {"range": step_limits(*runs.values())} if by == "step" else {}
     figure.update_layout(yaxis_title="loss", xaxis=limits, showlegend=has_held_out or not is_single)
+    marks = _mark_changes(figure, *runs.values()) if is_single and by == "step" else ""
     skipped = sum(one.skipped for run in runs.values() for one in run.steps)
     left_out = (
         f" {counted(skipped, 'step')} without an update because the loss or the gradient was not"
@@ -92,9 +95,21 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
         caption=(
             "Measured; nats per token, or the loss of the task."
             f"{' Diamonds: on held-out text.' if has_held_out else ''}"
-            f"{grouping_words(per_point)}{left_out}"
+            f"{marks}{grouping_words(per_point)}{left_out}"
         ),
     )
+
+
+def _mark_changes(figure: Any, history: RunHistory) -> str:
+    """Mark plans, switches and resumes, if there is more than one plan or start; what a caption
+    says about them.
+    """
+    if len(history.spans) < 2 and not history.switches and not history.events_named("resume"):
+        return ""
+    add_bands(figure, history, medians=False)
+    mark_switches(figure, history)
+    figure.update_layout(legend_y=LEGEND_ABOVE_MARKS, margin_t=64)
+    return f" Bands and letters: plans{switch_legend(history)}."
 
 
 def _positions(run: RunHistory, by: Literal["step", "time"]) -> list[float]:

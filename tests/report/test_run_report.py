@@ -22,7 +22,7 @@ from optimus_jax.errors import ConfigError, counted
 from optimus_jax.planning.search.explain import flags
 from optimus_jax.report import formatting
 from optimus_jax.report.charts import MAX_POINTS, downsampled, plan_letter
-from optimus_jax.report.run_charts import draw_memory, draw_step_times, draw_switch
+from optimus_jax.report.run_charts import draw_loss, draw_memory, draw_step_times, draw_switch
 from optimus_jax.report.run_events import (
     AlternativeRecord,
     DecisionRecord,
@@ -603,6 +603,16 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     ):
         assert words in text
     assert "reason 6." not in text, "a switch is kept, an old stay is not"
+
+
+def test_the_loss_chart_marks_plans_switches_and_resumes(history, tmp_path):
+    chart = draw_loss({"run": history})
+    assert "Bands and letters: plans; ◆ re-meshes; ◇ rollbacks" in chart.caption
+    letters = [mark.text for mark in chart.figure.layout.annotations]
+    assert letters[:3] == ["A", "B", "A"]
+    plain = draw_loss({"run": RunHistory.read(_with_one_step(tmp_path))})
+    assert plain is None or not plain.figure.layout.annotations
+    assert not draw_loss({"a": history, "b": history}).figure.layout.annotations
 
 
 def test_the_memory_chart_shows_measured_and_compiled_bytes(tmp_path):
