@@ -213,7 +213,7 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         "--set",
         action="append",
         metavar="KEY=VALUE",
-        help="any other setting, such as optimizer.beta2=0.99; list, or a section, shows them",
+        help="any other setting, such as optimizer.beta2=0.99; --settings [SECTION] shows them",
     )
     return flags
 

@@ -35,6 +35,8 @@ from optimus_jax.system.resilient_io import (
 
 LIST = "list"
 """Value of --model and --set that asks for the names of all presets or settings."""
+SETTINGS = "--settings"
+"""Means `--set list`; with a section, such as `--settings optimizer`, those of that."""
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
 
@@ -149,6 +151,10 @@ class Parser(argparse.ArgumentParser):
                 break
             if not _FLAG.fullmatch(name):
                 result.append(given)
+                continue
+            if name == SETTINGS and SET in self.flags():
+                result += [SET, value or following or LIST]
+                index += not equals and following is not None
                 continue
             own = self._known_flag(name)
             if own is None:

@@ -550,9 +550,9 @@ def test_the_names_of_all_models_are_printed(capsys):
 
 
 def test_set_shows_all_settings_or_those_of_a_section(capsys):
-    def shown(entry):
+    def shown(*entry, flag="--set"):
         with pytest.raises(SystemExit) as ended:
-            PARSERS["train"]().read(["--model", "gpt2-nano", "--set", entry])
+            PARSERS["train"]().read(["--model", "gpt2-nano", flag, *entry])
         assert ended.value.code == 0
         return [
             line.partition(" ")[0]
@@ -565,6 +565,8 @@ def test_set_shows_all_settings_or_those_of_a_section(capsys):
     for section in ("optimizer", "optimizer.lr_factors.", "model.tuning"):
         start = f"{section.rstrip('.')}."
         assert shown(section) == [name for name in everything if name.startswith(start)]
+    assert shown(flag="--settings") == everything
+    assert shown("optimizer", flag="--settings") == shown("optimizer")
 
 
 def test_every_setting_is_described():
