@@ -18,6 +18,7 @@ PRINTS = {
     "own_loop": ["step 10: held-out loss ", " on data=8"],
     "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
     "phases": ["step_time_s", "   6 ", "loss"],
+    "several_hosts": ["done on data=2,fsdp=4: "],
     "plan_a_cluster": [
         "1. ",
         "GiB predicted",
@@ -39,7 +40,12 @@ def test_an_example_runs_and_prints(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = example.read_text(encoding="utf-8")
     assert f"`python examples/{example.name}`" in (ast.get_docstring(ast.parse(text)) or "")
-    runpy.run_path(str(example), run_name="__main__")
+    code = None
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    assert not code
     printed = capsys.readouterr().out
     for part in PRINTS[example.stem]:
         assert part in printed
