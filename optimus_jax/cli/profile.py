@@ -48,7 +48,7 @@ def main() -> None:
         raise ConfigError(explain("a profile is that of a run", given=given, do=do))
     given = flags.read()
     import_jax()  # after parsing, so that --help does not wait for JAX
-    from optimus_jax.planning.search.explain import seconds
+    from optimus_jax.planning.search.explain import mib, seconds
     from optimus_jax.run.display import PlainDisplay
     from optimus_jax.run.step_profiler import read_profile
 
@@ -72,4 +72,17 @@ def main() -> None:
     ]
     head = ["part of the step", "in a step", "runs", "instruction", "operation"]
     display.table("operations that take longest", [head, *longest])
+    if (memory := profile.memory) is not None:
+        display.table(memory.title, memory.table())
+        largest = [
+            [
+                each.part,
+                mib(each.num_bytes),
+                f"{each.number} x {each.shape}",
+                each.source[-OPERATION_COLUMNS:],
+            ]
+            for each in memory.arrays
+        ]
+        head = ["in a device's memory", "size", "arrays", "operation or argument"]
+        display.table("largest arrays when a step needs most", [head, *largest])
     display.message(f"trace, compiled step and memory: {folder}")

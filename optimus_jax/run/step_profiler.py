@@ -5,7 +5,8 @@ A profile is a folder of the run:
     trace/            what JAX's profiler writes, for XProf and for https://ui.perfetto.dev
     step.hlo.txt.gz   the compiled step, whose instructions the trace names
     memory.pprof      the arrays on the devices after the last step, for `pprof`
-    profile.json      where the time went (planning/traces/step_profile.py)
+    profile.json      where the time went (planning/traces/step_profile.py), and what is in memory
+                      when the step needs most (planning/traces/peak_memory.py)
 """
 
 import gzip
@@ -21,8 +22,11 @@ from optimus_jax.config import Config
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.plan import Plan
+from optimus_jax.planning.ahead_of_time.compile_report import check_executable
 from optimus_jax.planning.ahead_of_time.hlo import HloProgram
+from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.search.search import Pricing
+from optimus_jax.planning.traces.peak_memory import PeakMemory
 from optimus_jax.planning.traces.step_profile import StepProfile
 from optimus_jax.planning.traces.trace_events import read_trace
 from optimus_jax.run_directory.contents import PROFILES
@@ -137,6 +141,7 @@ class StepProfiler:
             plan=program.plan.digest,
             layout=program.plan.describe(),
             terms=self._terms(program.config, program.plan),
+            memory=(memory := _memory(hlo, program, train_step)),
         )
         (self._folder / SUMMARY).write_text(profile.to_json(), encoding="utf-8")
         self._run.log_event(
@@ -148,9 +153,13 @@ class StepProfiler:
             parts_s={part.name: part.time_s for part in profile.parts},
             beside_s={part.name: part.beside_s for part in profile.parts if part.beside_s},
             predicted_s=dict(profile.predicted_s),
+            memory_bytes=dict(memory.parts),
+            predicted_bytes=dict(memory.predicted),
+            allocated_bytes=memory.allocated_bytes,
             folder=str(self._folder.relative_to(self._run.path)),
         )
         self._display.table(profile.title, profile.table())
+        self._display.table(memory.title, memory.table())
         self._display.message(
             f"the trace is in {self._folder / TRACE}: open its .trace.json.gz in"
             " https://ui.perfetto.dev, or the folder in XProf"
@@ -165,6 +174,16 @@ class StepProfiler:
             return {term.name: term.time_s for term in terms}
         except PlanError:  # a link of unknown speed
             return None
+
+
+def _memory(hlo: HloProgram, program: Program, train_step: Any) -> PeakMemory:
+    """What a device holds when the step needs most."""
+    return PeakMemory.of(
+        hlo,
+        allocated_bytes=check_executable(train_step.memory_analysis(), None).total_bytes,
+        ways=program.plan.axes.fsdp,
+        estimate=memory_of_run(program.config, program.plan),
+    )
 
 
 def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProfile]:

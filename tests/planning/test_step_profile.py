@@ -8,6 +8,7 @@ from plans import build, case, compiled_step
 
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.planning.ahead_of_time.hlo import HloProgram
+from optimus_jax.planning.ahead_of_time.live_arrays import arrays_at_peak
 from optimus_jax.planning.cost.cost import TERMS
 from optimus_jax.planning.traces.step_parts import MeasuredPart, step_parts
 from optimus_jax.planning.traces.step_profile import IDLE, StepProfile
@@ -123,7 +124,15 @@ def test_predicted_terms_stand_beside_measured_parts():
 )
 def test_parts_of_a_compiled_step_are_terms_of_the_planner(mesh):
     built = build(plans.GPT, mesh)
-    hlo = HloProgram(compiled_step(built).as_text())
+    compiled = compiled_step(built)
+    hlo = HloProgram(compiled.as_text())
+    analysis = compiled.memory_analysis()
+    held = arrays_at_peak(hlo)
+    arguments = sum(array.num_bytes for array in held if array.is_argument)
+    assert arguments == analysis.argument_size_in_bytes
+    made = sum(array.num_bytes for array in held) - arguments
+    # XLA packs arrays of different lives into the same memory, with gaps and in the others' places.
+    assert made == pytest.approx(analysis.temp_size_in_bytes, rel=0.05)
     assert hlo.name == "jit_train"
     sizes = {axis: built.plan.axes[axis] for axis in MESH_AXES}
     parts = step_parts(hlo, sizes, remat=built.plan.remat)

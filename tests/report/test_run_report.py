@@ -436,6 +436,9 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
         parts_s={"attention": 0.15, "tensor": 0.05},
         beside_s={"tensor": 0.01},
         predicted_s={"attention": 0.1, "fsdp": 0.02},
+        memory_bytes={"params": 3 * 2**20, "activations": 2**20},
+        predicted_bytes={"params": 3 * 2**20},
+        allocated_bytes=5 * 2**20,
         folder="profiles/step-2",
     )
     shown = Reader(run_report(run.path))
@@ -449,6 +452,7 @@ def test_a_resumed_run_shows_its_settings_and_where_its_time_went(tmp_path):
         "0; resumed under 2 plans",
         "Steps 2 to 2: 200 ms a step",
         "75.0%",
+        "of 5 MiB that XLA allocates",
         "learning rate",
         "↻ resumes",
     ):

@@ -28,6 +28,9 @@ OPTIONS = {
 }
 
 
+STATE = ("params", "moments")
+
+
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
@@ -60,12 +63,18 @@ def test_a_run_says_where_the_time_of_its_steps_went(text, tmp_path, capsys):
     assert {"attention", "feed-forward", "memory", "head", "optimizer"} <= event["parts_s"].keys()
     assert {"tensor", "fsdp", "data"} <= event["parts_s"].keys()
     assert any(each["source"] for each in found["operations"])
+    assert event["memory_bytes"] == found["memory"]["parts"]
+    state = [event[name][part] for name in ("memory_bytes", "predicted_bytes") for part in STATE]
+    assert state[:2] == pytest.approx(state[2:], rel=0.02)
+    assert event["memory_bytes"]["activations"] > 0
+    assert sum(event["memory_bytes"].values()) == pytest.approx(event["allocated_bytes"], rel=0.05)
     assert gzip.decompress((folder / PROGRAM).read_bytes()).startswith(b"HloModule jit_train")
     assert (folder / MEMORY).stat().st_size
     assert list((folder / TRACE).rglob("*.trace.json.gz"))
     assert 'id="profiles"' in run_report(run)
     told = run_in_process("profile", run)
     assert "operations that take longest" in told.stdout
+    assert "largest arrays when a step needs most" in told.stdout
     assert json.loads(run_in_process("profile", run, "--step", 2, "--json").stdout) == found
     refused = run_in_process("profile", run, "--step", 7)
     assert refused.returncode == 2

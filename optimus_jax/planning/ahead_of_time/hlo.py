@@ -35,7 +35,7 @@ _CALLEES = re.compile(
 )
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -54,6 +54,10 @@ class Instruction:
     """Names of the operands."""
     attributes: str
     """The text after the operands."""
+    number: int = 0
+    """Of a parameter: its place among the computation's arguments."""
+    is_root: bool = False
+    """Whether its result is the computation's."""
 
     @property
     def callees(self) -> tuple[str, ...]:
@@ -148,7 +152,13 @@ class HloProgram:
                 current = self.computations[header[2]] = {}
                 self.entry = header[2] if header[1] else self.entry
             elif start := _INSTRUCTION.match(line):
-                current[start[1]] = _instruction(start[1], line[start.end() :])
+                current[start[2]] = _instruction(
+                    start[2], line[start.end() :], is_root=start[1] is not None
+                )
+
+    def root(self, computation: str) -> Instruction:
+        """The instruction whose result is the computation's; it need not be the last one."""
+        return next(i for i in self.computations[computation].values() if i.is_root)
 
     @cached_property
     def runs(self) -> dict[str, int]:
@@ -305,17 +315,20 @@ def _split(dims: str) -> Sequence[int]:
     return [int(dim) for dim in dims.split(",") if dim]
 
 
-def _instruction(name: str, rest: str) -> Instruction:
+def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
     """Parse the text after `name = `: shape, opcode, operands in parentheses, attributes."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", end)
     closing = _closing(rest, opening)
+    opcode, given = rest[end:opening].strip(), rest[opening + 1 : closing]
     return Instruction(
         name=name,
-        opcode=rest[end:opening].strip(),
+        opcode=opcode,
         shape=rest[:end],
-        operands=tuple(_NAME.findall(rest[opening:closing])),
+        operands=tuple(_NAME.findall(given)),
         attributes=rest[closing + 1 :],
+        number=int(given) if opcode == "parameter" else 0,
+        is_root=is_root,
     )
 
 

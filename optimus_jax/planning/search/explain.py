@@ -19,6 +19,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+def mib(num_bytes: float) -> str:
+    """Bytes as text, in MiB with one decimal, where models may be small."""
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def seconds(time_s: float) -> str:
     """A time as text with three digits and a suitable unit."""
     if not time_s:

@@ -18,6 +18,7 @@ from optimus_jax.errors import counted
 from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.planning.cost.cost import BUBBLE, TERMS
 from optimus_jax.planning.search.explain import seconds
+from optimus_jax.planning.traces.peak_memory import PeakMemory
 from optimus_jax.planning.traces.step_parts import OTHER, MeasuredPart, step_parts
 from optimus_jax.planning.traces.trace_events import OperationRun
 from optimus_jax.system.json_input import parse_json
@@ -81,6 +82,8 @@ class StepProfile:
     """Those that take longest."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
     """Predicted seconds of the same parts; empty if the speed of the devices is unknown."""
+    memory: PeakMemory | None = None
+    """What a device holds when the step needs most; None: the profile is of an earlier version."""
 
     @classmethod
     def of(
@@ -95,6 +98,7 @@ class StepProfile:
         plan: str,
         layout: str,
         terms: Mapping[str, float] | None = None,
+        memory: PeakMemory | None = None,
     ) -> Self:
         """That of traced operations.
 
@@ -147,6 +151,7 @@ class StepProfile:
                 for (name, part), times_ns in longest
             ),
             predicted_s={} if terms is None else _predicted(terms),
+            memory=memory,
         )
 
     def to_json(self) -> str:
@@ -157,11 +162,13 @@ class StepProfile:
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises JSONInputError if the text is not JSON."""
         value: dict[str, Any] = parse_json(text)
+        memory = value.get("memory")
         return cls(
             **value
             | {
                 "parts": tuple(PartTime(**part) for part in value["parts"]),
                 "operations": tuple(OperationTime(**each) for each in value["operations"]),
+                "memory": None if memory is None else PeakMemory.from_dict(memory),
             }
         )
 
