@@ -100,7 +100,9 @@ class PeakMemory:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**value | {"arrays": tuple(HeldArrays(**each) for each in value["arrays"])})
+        arrays = tuple(HeldArrays(**each) for each in value["arrays"])
+        values: dict[str, Any] = value | {"arrays": arrays}
+        return cls(**values)
 
     @property
     def title(self) -> str:
