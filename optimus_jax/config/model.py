@@ -203,6 +203,11 @@ class ModelConfig:
     """Pixels of a side of a patch, which is a token."""
     num_channels: int = 3
     """Values of a pixel."""
+    pixel_mean: tuple[float, ...] = ()
+    """Mean of each channel, whose values are from 0 to 1: it is subtracted from them. Empty: 0.5
+    each."""
+    pixel_std: tuple[float, ...] = ()
+    """Standard deviation of each channel, by which the values are then divided. Empty: 0.5 each."""
     encoder_layers: int = 0
     """Layers, the first ones, of an encoder of sound: the others read text, and attend to what it
     gives. 0: there is no encoder."""
@@ -263,6 +268,12 @@ class ModelConfig:
         return self.patch_size**2 * self.num_channels if self.image_size else 0
 
     @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel of an image, whose values are from 0 to 1."""
+        halves = (0.5,) * self.num_channels
+        return self.pixel_mean or halves, self.pixel_std or halves
+
+    @property
     def reads(self) -> Medium:
         """What the model reads; of sound, an encoder does, and a decoder writes text."""
         if self.frames:
@@ -299,6 +310,7 @@ class ModelConfig:
         check_not_negative(self, *sizes)
         check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
         self._check_encoder()
+        self._check_normalisation()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -393,3 +405,22 @@ class ModelConfig:
                     do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
                 )
             )
+
+    def _check_normalisation(self) -> None:
+        """Raise ConfigError unless each channel of an image has a mean and a deviation."""
+        for name in ("pixel_mean", "pixel_std"):
+            values = getattr(self, name)
+            fits = len(values) == self.num_channels and self.image_size
+            if values and not (fits and (name == "pixel_mean" or min(values) > 0)):
+                raise ConfigError(
+                    explain(
+                        f"model.{name} has a number for each channel of an image"
+                        + (", above 0" if name == "pixel_std" else ""),
+                        given=f"model.{name}={','.join(map(str, values))},"
+                        f" model.num_channels={self.num_channels},"
+                        f" model.image_size={self.image_size}",
+                        do=f"give {self.num_channels} of them, or leave it out for 0.5 each"
+                        if self.image_size
+                        else "leave it out: the model reads no images",
+                    )
+                )
