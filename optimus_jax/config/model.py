@@ -281,6 +281,12 @@ class ModelConfig:
         return "images" if self.image_size else "text"
 
     @property
+    def reads_documents(self) -> bool:
+        """Whether an example may hold several documents, or end within one; otherwise it is an
+        image or a recording."""
+        return self.reads == "text"
+
+    @property
     def draws_dropout(self) -> bool:
         """Whether a training step drops anything."""
         return self.dropout > 0 or self.tuning.dropout > 0

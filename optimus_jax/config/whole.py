@@ -209,6 +209,11 @@ class Config:
         return self.data.seq_len or (min(longest, 1024) if self.model.reads == "text" else longest)
 
     @property
+    def separates_documents(self) -> bool:
+        """Whether attention needs to know which document a token is of."""
+        return self.data.respect_documents and self.model.reads_documents
+
+    @property
     def warmup_steps(self) -> int:
         """Warm-up steps, derived where the user left them open."""
         given = self.optimizer.warmup_steps
