@@ -301,7 +301,7 @@ class _SourceLoader:
 
     def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
         config = self.config
-        whole = read_images(
+        whole, notes = read_images(
             sources,
             model,
             image_field=config.image_field,
@@ -330,6 +330,7 @@ class _SourceLoader:
                 "held_out_by": "documents",
             },
             labels=whole.labels,
+            notes=tuple(notes),
         )
 
     def _of_recordings(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
