@@ -1,11 +1,11 @@
 """Images, with or without labels, and the examples that are made of them.
 
-A source is a folder with a folder of images for each label, Parquet and Arrow files with a column
-of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, or a tar file with
-WebDataset's names (`0001.jpg`, `0001.cls`). An example is an
-image: a token for the class, at which the label counts, and one for each patch, row by row. An
-image is scaled to the model's size whatever its own shape is. Without labels any folder will do;
-which tokens count then, those that are hidden say (training/patch_masking.py).
+A source is a folder with a folder of images for each label, a Parquet or Arrow file with a column
+of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, a tar file with
+WebDataset's names (`0001.jpg`, `0001.cls`), or a folder of such files. An example is an image: a
+token for the class, at which the label counts, and one for each patch, row by row. An image is
+scaled to the model's size whatever its own shape is. Without labels any folder will do; which
+tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
 import io
@@ -19,7 +19,6 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.folders import walk
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
     SHARD,
@@ -27,6 +26,7 @@ from optimus_jax.data.named_files import (
     EncodedFile,
     FileExamples,
     NamedFile,
+    files_of,
     in_threads,
     rows_of_table,
     samples_in_shard,
@@ -202,24 +202,22 @@ def read_images(
 
 
 def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
-    path = Path(source)
-    if path.suffix in TABLES:
-        columns = [image_field, *([] if label_field is None else [label_field])]
-        for name, data, labels in rows_of_table(path, columns, "images"):
-            yield StoredImage(name, data, _label_in(*labels))
-    elif path.suffix == SHARD:
-        for name, parts in samples_in_shard(path, "images"):
-            data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
-            label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
-            if data is not None:
-                yield StoredImage(name, data, None if label_field is None else label or None)
-    elif path.is_dir():
-        for folder, _, names in walk(path):
-            inside = folder.relative_to(path)
+    for file in files_of(Path(source), SUFFIXES):
+        inside = file.relative_to(source).parent
+        if file.suffix in TABLES:
+            columns = [image_field, *([] if label_field is None else [label_field])]
+            for name, data, labels in rows_of_table(file, columns, "images"):
+                yield StoredImage(str(inside / name), data, _label_in(*labels))
+        elif file.suffix == SHARD:
+            for name, parts in samples_in_shard(file, "images"):
+                data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
+                label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
+                if data is not None:
+                    label = None if label_field is None else label or None
+                    yield StoredImage(str(inside / name), data, label)
+        elif file != Path(source):
             label = None if label_field is None else next(iter(inside.parts), None)
-            for name in names:
-                if Path(name).suffix.lower() in SUFFIXES:
-                    yield StoredImage(str(inside / name), folder / name, label)
+            yield StoredImage(str(inside / file.name), file, label)
 
 
 def _label_in(value: object = None) -> str | None:

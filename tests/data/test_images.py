@@ -127,6 +127,32 @@ def test_splits_are_no_labels(folder):
     assert load(folder.parent / "flat").labels == ("test", "train")
 
 
+def test_tables_and_tar_files_in_a_folder_are_read(folder, tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = arrow.table({"image": [encoded(number) for number in range(2)], "label": ["b", "a"]})
+    (tmp_path / "whole" / "more").mkdir(parents=True)
+    parquet.write_table(table, tmp_path / "whole" / "0.parquet")
+    parquet.write_table(table, tmp_path / "whole" / "more" / "0.parquet")
+    with tarfile.open(tmp_path / "whole" / "1.tar", "w") as shard:
+        for name, content in {"2.png": encoded(2), "2.cls": b"a"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+    data = load(tmp_path / "whole")
+    assert [(image.name, image.label) for image in data.train.items] == [
+        ("0.parquet, row 1", "b"),
+        ("0.parquet, row 2", "a"),
+        ("1.tar, 2", "a"),
+        ("more/0.parquet, row 1", "b"),
+        ("more/0.parquet, row 2", "a"),
+    ]
+    before = load(folder).train.digest
+    shutil.copytree(tmp_path / "whole", folder / "cat" / "whole")
+    assert load(folder).train.digest == before, "what a folder has as files is all that is read"
+
+
 def test_tar_files_have_images_and_their_labels(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as shard:
         for name, content in {
