@@ -121,7 +121,7 @@ class Task:
     @property
     def has_perplexity(self) -> bool:
         """Whether the loss is that of tokens of a text, so that its exponential is a perplexity."""
-        return self.reads == "documents" and not self.has_generator
+        return self.reads in ("documents", "texts") and not self.has_generator
 
     @property
     def medium(self) -> Medium:
