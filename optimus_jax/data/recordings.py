@@ -14,10 +14,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -178,26 +178,34 @@ def start_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos if start is None else start
 
 
-def prompt_of(
-    tokenizer: Tokenizer, config: DataConfig, *, names_language: bool = True
-) -> list[int]:
-    """The tokens that ask a model for a text: those of published models that the tokenizer has, for
-    start, language, task and no timestamps; or eos, if it does not have the first.
+def lacks_language(tokenizer: Tokenizer, language: str) -> bool:
+    """Whether a tokenizer has tokens of languages, but none of this one."""
+    both = (tokenizer.token_id(f"<|{code}|>") for code in (language, "en"))
+    return [each is None for each in both] == [True, False]
 
-    Args:
-      names_language: whether those of language and task are among them, unless the language is
-        NO_LANGUAGE.
+
+def names_no_language(generation: Mapping[str, Any]) -> bool:
+    """Whether a generation_config.json is that of a model of English alone. Its tokenizer may have
+    tokens of languages, but its texts name none."""
+    return generation.get("is_multilingual") is False
+
+
+def prompt_of(tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+    """The tokens that ask a model for a text: those of published models that the tokenizer has, for
+    start, language, task and no timestamps; or eos, if it does not have the first. Those of
+    language and task are left out if the language is NO_LANGUAGE.
+
     Raises DataError for a language without a token, if there are others with one.
     """
     if (start := tokenizer.token_id(START)) is None:
         return [tokenizer.eos]
     without = [start, *(n for n in [tokenizer.token_id(NO_TIMESTAMPS)] if n is not None)]
-    if not names_language or config.language == NO_LANGUAGE:
+    if config.language == NO_LANGUAGE:
         return without
     language, task = (
         tokenizer.token_id(f"<|{name}|>") for name in (config.language, config.speech_task)
     )
-    if language is None and tokenizer.token_id("<|en|>") is not None:
+    if lacks_language(tokenizer, config.language):
         raise DataError(
             explain(
                 "the tokenizer has no token of this language",

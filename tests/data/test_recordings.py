@@ -155,7 +155,6 @@ def test_a_text_begins_with_the_tokens_of_its_language_and_task():
     tokenizer = Published()
     german = DataConfig(language="de", speech_task="translate")
     assert prompt_of(tokenizer, german) == [300, 302, 303, 304]
-    assert prompt_of(tokenizer, german, names_language=False) == [300, 304]
     assert prompt_of(ByteTokenizer(), german) == [EOS]
     assert prompt_of(tokenizer, DataConfig(language="none")) == [300, 304]
     with pytest.raises(DataError, match="no token of this language"):
