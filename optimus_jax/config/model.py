@@ -1,4 +1,4 @@
-"""Settings of the model: the sizes of a decoder, and features that differ from its family's."""
+"""Settings of the model: its sizes, and features that differ from its family's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -84,8 +84,8 @@ class Features:
     norm: Literal["layer", "rms", "rms_plus_one"] | None = None
     """LayerNorm with bias, RMSNorm, or RMSNorm whose scale is stored minus one."""
     norm_place: Literal["pre", "post", "sandwich", "output"] | None = None
-    """Norm before each sublayer, after each addition to the residual, before and after each
-    sublayer, or after it alone."""
+    """Norm before each sublayer (pre-norm), after each addition to the residual (post-norm), before
+    and after each sublayer, or after it alone."""
     parallel: bool | None = None
     """Whether attention and feed-forward read the same normed residual, and are added to it
     together."""
@@ -173,7 +173,7 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a decoder; its family (`models/families.py`) and features determine the
+    """Sizes of a model; its family (`models/families.py`) and features determine the
     architecture.
     """
 
@@ -184,7 +184,7 @@ class ModelConfig:
     vocab_size: int = 50257
     """Number of token ids, before padding to equal shards."""
     num_layers: int = 12
-    """Decoder layers."""
+    """Layers; of an encoder and a decoder together, if there are both."""
     embed_dim: int = 768
     """Width of the residual stream."""
     num_heads: int = 12

@@ -107,7 +107,7 @@ def show_start_table(
             if LENGTH in plan.active_rules(config.model)
             else []
         ),
-        *_pipeline_rows(plan),
+        *_pipeline_rows(plan, config.model),
         ["attention kernel", plan.attention],
         [
             "precision",
@@ -246,7 +246,7 @@ def _documents_text(config: Config) -> str:
     return f", attention {'within' if config.separates_documents else 'across'} documents"
 
 
-def _pipeline_rows(plan: Plan) -> list[list[str]]:
+def _pipeline_rows(plan: Plan, model: ModelConfig) -> list[list[str]]:
     """Rows about pipeline stages, schedule and memory; none without stages."""
     if plan.pipeline is None:
         return []
@@ -261,11 +261,11 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
     bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
     longest = pipeline.most_layers
-    uneven = (
-        f"; each tick takes as long as {counted(longest, 'layer')}"
-        if longest > min(pipeline.layers_per_stage)
-        else ""
-    )
+    uneven = ""
+    if longest > min(pipeline.layers_per_stage):
+        # Layers of an encoder and a decoder take unequal times, and empty slots of theirs none.
+        has = "stage has memory for" if model.encoder_layers else "tick takes as long as"
+        uneven = f"; each {has} {counted(longest, 'layer')}"
     return [
         [
             "stages",
