@@ -20,6 +20,7 @@ BYTES = "bytes"
 """The tokenizer that needs no file."""
 ExampleKind = Literal[
     "documents",
+    "texts",
     "pairs",
     "labels",
     "word_labels",
@@ -28,9 +29,9 @@ ExampleKind = Literal[
     "unlabelled_images",
     "recordings",
 ]
-"""What a task learns from: documents and conversations, preference pairs, texts with a label, words
-with a label each, questions with answers, images with or without a label, or recordings with their
-texts."""
+"""What a task learns from: documents and conversations, documents alone (texts), preference pairs,
+texts with a label, words with a label each, questions with answers, images with or without a label,
+or recordings with their texts."""
 SpeechTask = Literal["transcribe", "translate"]
 """What a model writes of a recording: its text, or that in English."""
 RecordChoice = Literal["auto", "text", "messages", "completion"]

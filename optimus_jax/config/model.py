@@ -1,4 +1,4 @@
-"""Settings of the model: the sizes of a decoder, and features that differ from its family's."""
+"""Settings of the model: its sizes, and features that differ from its family's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -84,8 +84,8 @@ class Features:
     norm: Literal["layer", "rms", "rms_plus_one"] | None = None
     """LayerNorm with bias, RMSNorm, or RMSNorm whose scale is stored minus one."""
     norm_place: Literal["pre", "post", "sandwich", "output"] | None = None
-    """Norm before each sublayer, after each addition to the residual, before and after each
-    sublayer, or after it alone."""
+    """Norm before each sublayer (pre-norm), after each addition to the residual (post-norm), before
+    and after each sublayer, or after it alone."""
     parallel: bool | None = None
     """Whether attention and feed-forward read the same normed residual, and are added to it
     together."""
@@ -173,7 +173,7 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a decoder; its family (`models/families.py`) and features determine the
+    """Sizes of a model; its family (`models/families.py`) and features determine the
     architecture.
     """
 
@@ -184,7 +184,7 @@ class ModelConfig:
     vocab_size: int = 50257
     """Number of token ids, before padding to equal shards."""
     num_layers: int = 12
-    """Decoder layers."""
+    """Layers; of an encoder and a decoder together, if there are both."""
     embed_dim: int = 768
     """Width of the residual stream."""
     num_heads: int = 12
@@ -203,6 +203,11 @@ class ModelConfig:
     """Pixels of a side of a patch, which is a token."""
     num_channels: int = 3
     """Values of a pixel."""
+    pixel_mean: tuple[float, ...] = ()
+    """Mean of each channel, whose values are from 0 to 1: it is subtracted from them. Empty: 0.5
+    each."""
+    pixel_std: tuple[float, ...] = ()
+    """Standard deviation of each channel, by which the values are then divided. Empty: 0.5 each."""
     encoder_layers: int = 0
     """Layers, the first ones, of an encoder of sound: the others read text, and attend to what it
     gives. 0: there is no encoder."""
@@ -263,11 +268,23 @@ class ModelConfig:
         return self.patch_size**2 * self.num_channels if self.image_size else 0
 
     @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel of an image, whose values are from 0 to 1."""
+        halves = (0.5,) * self.num_channels
+        return self.pixel_mean or halves, self.pixel_std or halves
+
+    @property
     def reads(self) -> Medium:
         """What the model reads; of sound, an encoder does, and a decoder writes text."""
         if self.frames:
             return "sound"
         return "images" if self.image_size else "text"
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether an example may hold several documents, or end within one; otherwise it is an
+        image or a recording."""
+        return self.reads == "text"
 
     @property
     def draws_dropout(self) -> bool:
@@ -299,6 +316,7 @@ class ModelConfig:
         check_not_negative(self, *sizes)
         check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
         self._check_encoder()
+        self._check_normalisation()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -393,3 +411,22 @@ class ModelConfig:
                     do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
                 )
             )
+
+    def _check_normalisation(self) -> None:
+        """Raise ConfigError unless each channel of an image has a mean and a deviation."""
+        for name in ("pixel_mean", "pixel_std"):
+            values = getattr(self, name)
+            fits = len(values) == self.num_channels and self.image_size
+            if values and not (fits and (name == "pixel_mean" or min(values) > 0)):
+                raise ConfigError(
+                    explain(
+                        f"model.{name} has a number for each channel of an image"
+                        + (", above 0" if name == "pixel_std" else ""),
+                        given=f"model.{name}={','.join(map(str, values))},"
+                        f" model.num_channels={self.num_channels},"
+                        f" model.image_size={self.image_size}",
+                        do=f"give {self.num_channels} of them, or leave it out for 0.5 each"
+                        if self.image_size
+                        else "leave it out: the model reads no images",
+                    )
+                )

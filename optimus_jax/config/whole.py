@@ -68,12 +68,13 @@ class Config:
     """Number of optimizer steps."""
     task: str | None = None
     """What is learnt: next_token, cross-entropy of every next token; mlm, of masked tokens;
-    classification, a label of each text; token_classification, of each word; question_answering,
-    the part of a text that answers a question; image_classification, a label of each image; mim,
-    the pixels of hidden patches; transcription, the text of each recording; or dpo, which of two
-    continuations is preferred (needs adapters). None: mlm for encoders, such as BERT,
-    image_classification for models of images, transcription for those of sound, next_token for
-    others."""
+    replaced_tokens, which tokens a generator replaced; classification, a label of each text;
+    token_classification, of each word; question_answering, the part of a text that answers a
+    question; image_classification, a label of each image; mim, the pixels of hidden patches;
+    transcription, the text of each recording; or dpo, which of two continuations is preferred
+    (needs adapters). None: image_classification for models of images, transcription for those of
+    sound, replaced_tokens for those with a generator, that of the labels for others with some, mlm
+    for encoders, such as BERT, next_token for decoders."""
     seed: int = 0
     """Seed of initial weights, data order and dropout; below 2^31."""
     init_from: str | None = None
@@ -207,6 +208,11 @@ class Config:
         """Tokens per example in the first phase, derived where the user left it open."""
         longest = self.model.max_length
         return self.data.seq_len or (min(longest, 1024) if self.model.reads == "text" else longest)
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention needs to know which document a token is of."""
+        return self.data.respect_documents and self.model.reads_documents
 
     @property
     def warmup_steps(self) -> int:

@@ -62,6 +62,8 @@ from optimus_jax.data.tokens import (
 from optimus_jax.errors import DataError, explain
 
 RULES: tuple[HeldOutBy, ...] = get_args(HeldOutBy)
+OF_TEXTS = ("documents", "texts")
+"""Kinds of examples that texts without labels become."""
 _KINDS = {
     str: "texts",
     RenderedChat: "conversations",
@@ -204,7 +206,7 @@ class _SourceLoader:
         is_given, name = given_in_python(sources), " ".join(sources)
         files = [] if is_given else find_files(sources, skipped_input)
         if files and STDLIB not in sources and all(map(is_token_file, files)):
-            if self.kind != "documents":
+            if self.kind not in OF_TEXTS:
                 raise self._other_records(name)
             stream, headers = read_token_files(files, tokenizer)
             num_documents = sum(header.num_documents for header in headers)
@@ -224,7 +226,7 @@ class _SourceLoader:
                 return self._of_iterator(given, how)
             assert isinstance(given, RandomAccess)
             if (stream := tokens_given(given, config.text_field, tokenizer)) is not None:
-                if self.kind != "documents":
+                if self.kind not in OF_TEXTS:
                     raise self._other_records(name)
                 return self._of_stream(stream, (), None, by)
             documents = read_given(given, config.text_field, **how)
@@ -236,10 +238,20 @@ class _SourceLoader:
                 explain("the data holds no text", given=name, do="name files that hold some")
             )
         whole = _of_one_kind(itertools.chain([first], documents), type(first), name)
-        if self.kind != "documents" and not isinstance(first, tuple):
+        if self.kind not in OF_TEXTS and not isinstance(first, tuple):
             raise self._other_records(name)
         if self.kind in ("labels", "word_labels", "answers"):
             found = self._of_labelled(whole, name)
+        elif self.kind == "texts" and isinstance(first, RenderedChat):
+            # `loss_mask` says of a conversation's token whether the next one counts.
+            raise DataError(
+                explain(
+                    f"{name} holds conversations, and the task hides tokens of texts",
+                    given="messages, or prompts with completions",
+                    do="give texts: --set data.records=text --set data.text_field=NAME names the"
+                    " field with one",
+                )
+            )
         elif self.kind == "pairs" or isinstance(first, RenderedChat):
             pieces = whole if self.kind == "pairs" else ((chat,) for chat in whole)
             found = self._of_conversations(pieces, name)
@@ -263,7 +275,7 @@ class _SourceLoader:
           how: arguments of `document_reader`.
         """
         config, tokenizer = self.config, self.tokenizer
-        if self.kind != "documents":
+        if self.kind not in OF_TEXTS:
             raise self._other_records(NAME)
         read = document_reader(config.text_field, tokenizer, **how)
 
@@ -301,7 +313,7 @@ class _SourceLoader:
 
     def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
         config = self.config
-        whole = read_images(
+        whole, notes = read_images(
             sources,
             model,
             image_field=config.image_field,
@@ -330,6 +342,7 @@ class _SourceLoader:
                 "held_out_by": "documents",
             },
             labels=whole.labels,
+            notes=tuple(notes),
         )
 
     def _of_recordings(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
@@ -383,7 +396,7 @@ class _SourceLoader:
         }
         if self.kind == "pairs":
             return PreferenceReader(kind="completion", **shared)
-        if self.kind == "documents":
+        if self.kind in OF_TEXTS:
             return RecordReader(kind=config.records, **shared)
         if self.kind == "answers":
             return AnswerReader(kind="completion", **shared)

@@ -1,15 +1,15 @@
 """Images, with or without labels, and the examples that are made of them.
 
-A source is a folder with a folder of images for each label, Parquet and Arrow files with a column
-of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, or a tar file with
-WebDataset's names (`0001.jpg`, `0001.cls`). An example is an
-image: a token for the class, at which the label counts, and one for each patch, row by row. An
-image is scaled to the model's size whatever its own shape is. Without labels any folder will do;
-which tokens count then, those that are hidden say (training/patch_masking.py).
+A source is a folder with a folder of images for each label, a Parquet or Arrow file with a column
+of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, a tar file with
+WebDataset's names (`0001.jpg`, `0001.cls`), or a folder of such files. An example is an image: a
+token for the class, at which the label counts, and one for each patch, row by row. An image is
+scaled to the model's size whatever its own shape is. Without labels any folder will do; which
+tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,6 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.folders import walk
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
     SHARD,
@@ -27,16 +26,19 @@ from optimus_jax.data.named_files import (
     EncodedFile,
     FileExamples,
     NamedFile,
+    files_of,
     in_threads,
     rows_of_table,
     samples_in_shard,
 )
-from optimus_jax.errors import DataError, explain
+from optimus_jax.errors import DataError, counted, explain
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Of images in folders."""
 LABEL_PART = "cls"
 """Part of a sample in a tar file that has its label."""
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test"})
+"""Names of folders that divide data into parts, and are not labels."""
 MOST_PIXELS = 1 << 26
 """Largest image that is decoded: a small file can hold a very large one."""
 
@@ -140,14 +142,15 @@ def read_images(
     image_field: str,
     label_field: str | None,
     labels: tuple[str, ...] = (),
-) -> Images:
-    """The images of folders and tables.
+) -> tuple[Images, list[str]]:
+    """The images of folders and tables, and sentences about those left out.
 
     Args:
       image_field, label_field: columns of tables; no label_field: labels are not wanted.
       labels: names of the labels, in order; empty: those that are found.
     Raises:
-      DataError: Pillow is missing, a source has no images, or labels that are not among `labels`.
+      DataError: Pillow is missing, a source has no images, or labels that are not among `labels`,
+        or that are names of splits.
     """
     try:
         import PIL  # noqa: F401
@@ -167,10 +170,15 @@ def read_images(
                 do="set model.num_channels=3",
             )
         )
-    found = [image for source in sources for image in _images_in(source, image_field, label_field)]
     name = " ".join(sources)
+    present = [
+        image for source in sources for image in _checked_images(source, image_field, label_field)
+    ]
     if label_field is None:
-        return Images(name=name, items=found, labels=(), model=model)
+        return Images(name=name, items=present, labels=(), model=model), []
+    found = [image for image in present if image.label is not None]
+    num_without = len(present) - len(found)
+    notes = [f"{counted(num_without, 'image')} left out: without a label"] if num_without else []
     used = {image.label for image in found if image.label is not None}
     if len(labels or used) < 2:
         raise DataError(
@@ -190,49 +198,73 @@ def read_images(
                 " those of the images",
             )
         )
-    return Images(name=name, items=found, labels=labels, model=model)
+    return Images(name=name, items=found, labels=labels, model=model), notes
 
 
 def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
-    path, is_empty = Path(source), True
-    if path.suffix in TABLES:
-        columns = [image_field, *([] if label_field is None else [label_field])]
-        for name, data, labels in rows_of_table(path, columns, "images"):
-            if label_field is None or isinstance(labels[0], int | str):
-                is_empty = False
-                yield StoredImage(name, data, str(labels[0]) if labels else None)
-    elif path.suffix == SHARD:
-        for name, parts in samples_in_shard(path, "images"):
-            data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
-            label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
-            if data is not None and (label or label_field is None):
-                is_empty = False
-                yield StoredImage(name, data, None if label_field is None else label)
-    elif path.is_dir():
-        for folder, _, names in walk(path):
-            inside = folder.relative_to(path)
-            for name in names:
-                has_label = label_field is None or inside.parts
-                if has_label and Path(name).suffix.lower() in SUFFIXES:
-                    is_empty, label = False, None if label_field is None else inside.parts[0]
-                    yield StoredImage(str(inside / name), folder / name, label)
-    if is_empty and label_field is None:
-        raise DataError(
-            explain(
-                f"{source} holds no images" if path.exists() else f"there is no {source}",
-                given=f"files with {', '.join(SUFFIXES)}, or tables with a column {image_field},"
-                " are read",
-                do="give a folder of images",
-            )
+    for file in files_of(Path(source), SUFFIXES):
+        inside = file.relative_to(source).parent
+        if file.suffix in TABLES:
+            columns = [image_field, *([] if label_field is None else [label_field])]
+            for name, data, labels in rows_of_table(file, columns, "images"):
+                yield StoredImage(str(inside / name), data, _label_in(*labels))
+        elif file.suffix == SHARD:
+            for name, parts in samples_in_shard(file, "images"):
+                data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
+                label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
+                if data is not None:
+                    label = None if label_field is None else label or None
+                    yield StoredImage(str(inside / name), data, label)
+        elif file != Path(source):
+            label = None if label_field is None else next(iter(inside.parts), None)
+            yield StoredImage(str(inside / file.name), file, label)
+
+
+def _label_in(value: object = None) -> str | None:
+    """The label that a table has; None: it has none. Integers of a column with missing ones may be
+    floats."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | str) else None
+
+
+def _checked_images(source: str, image_field: str, label_field: str | None) -> list[StoredImage]:
+    """The images of a source. Raises DataError if there are none, none with labels if these are
+    wanted, or only labels that are names of splits.
+    """
+    images = list(_images_in(source, image_field, label_field))
+    labels = {image.label for image in images if image.label is not None}
+    if images and (labels or label_field is None):
+        _check_no_splits(source, images, labels)
+        return images
+    files, column = f"files with {', '.join(SUFFIXES)}", f"a column {image_field}"
+    wanted, given, do = "images", f"{files}, or tables with {column}", "a folder of images"
+    if label_field is not None:
+        wanted, do = "images with labels", "a folder with a folder of images for each label"
+        given = (
+            f"{files} in a folder for each label, or tables with columns {image_field} and"
+            f" {label_field}"
         )
-    if is_empty:
+    raise DataError(
+        explain(
+            f"{source} holds no {wanted}" if Path(source).exists() else f"there is no {source}",
+            given=f"{given}, are read",
+            do=f"give {do}",
+        )
+    )
+
+
+def _check_no_splits(source: str, images: Sequence[StoredImage], labels: Set[str]) -> None:
+    """Raise DataError if the folders of a source are splits, whose own folders have the labels."""
+    is_nested = any(
+        isinstance(image.place, Path) and len(Path(image.name).parts) > 2 for image in images
+    )
+    if is_nested and labels and {label.lower() for label in labels} <= SPLITS:
+        training = max(labels, key=lambda label: label.lower().startswith("train"))
         raise DataError(
             explain(
-                f"{source} holds no images with labels"
-                if path.exists()
-                else f"there is no {source}",
-                given=f"files with {', '.join(SUFFIXES)} in a folder for each label, or tables with"
-                f" columns {image_field} and {label_field}, are read",
-                do="give a folder with a folder of images for each label",
+                "the folders of images are named like splits, not like labels",
+                given=f"{source} with {', '.join(sorted(labels))}, which have folders of their own",
+                do=f"give {Path(source) / training}; data.eval_fraction holds a part of it out",
             )
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.folders import walk
 from optimus_jax.data.formats import arrow_batches
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, explain
@@ -137,6 +138,18 @@ def in_threads(decode: Callable[[int], np.ndarray], numbers: Sequence[int]) -> l
 @lru_cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=MOST_THREADS, thread_name_prefix="decode")
+
+
+def files_of(source: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files of a folder with one of these suffixes, at any depth; without any, its tables and
+    tar files. The source itself, if it is no folder.
+    """
+    if not source.is_dir():
+        return [source]
+    found = [folder / name for folder, _, names in walk(source) for name in names]
+    encoded = [file for file in found if file.suffix.lower() in suffixes]
+    # Beside files, a tar file may be that from which they came.
+    return encoded or [file for file in found if file.suffix in (*TABLES, SHARD)]
 
 
 def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -3,7 +3,7 @@
 A source is a folder, or a Parquet or Arrow file with columns of recordings (bytes, or Hugging
 Face's objects with `bytes`) and of texts. In a folder the texts are in metadata.csv or
 metadata.jsonl, with the field `file_name`, or in a .txt file beside each recording. A tar file has
-WebDataset's names (`0001.flac`, `0001.txt`).
+WebDataset's names (`0001.flac`, `0001.txt`). A folder without recordings may have such files.
 
 An example is a recording: a token for each frame, then the text. The text begins with the tokens
 that ask for it (`prompt_of`) and ends with eos; all after the first token counts. Recordings and
@@ -14,10 +14,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from optimus_jax.data.named_files import (
     EncodedFile,
     FileExamples,
     NamedFile,
+    files_of,
     in_threads,
     rows_of_table,
     samples_in_shard,
@@ -177,26 +178,34 @@ def start_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos if start is None else start
 
 
-def prompt_of(
-    tokenizer: Tokenizer, config: DataConfig, *, names_language: bool = True
-) -> list[int]:
-    """The tokens that ask a model for a text: those of published models that the tokenizer has, for
-    start, language, task and no timestamps; or eos, if it does not have the first.
+def lacks_language(tokenizer: Tokenizer, language: str) -> bool:
+    """Whether a tokenizer has tokens of languages, but none of this one."""
+    both = (tokenizer.token_id(f"<|{code}|>") for code in (language, "en"))
+    return [each is None for each in both] == [True, False]
 
-    Args:
-      names_language: whether those of language and task are among them, unless the language is
-        NO_LANGUAGE.
+
+def names_no_language(generation: Mapping[str, Any]) -> bool:
+    """Whether a generation_config.json is that of a model of English alone. Its tokenizer may have
+    tokens of languages, but its texts name none."""
+    return generation.get("is_multilingual") is False
+
+
+def prompt_of(tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+    """The tokens that ask a model for a text: those of published models that the tokenizer has, for
+    start, language, task and no timestamps; or eos, if it does not have the first. Those of
+    language and task are left out if the language is NO_LANGUAGE.
+
     Raises DataError for a language without a token, if there are others with one.
     """
     if (start := tokenizer.token_id(START)) is None:
         return [tokenizer.eos]
     without = [start, *(n for n in [tokenizer.token_id(NO_TIMESTAMPS)] if n is not None)]
-    if not names_language or config.language == NO_LANGUAGE:
+    if config.language == NO_LANGUAGE:
         return without
     language, task = (
         tokenizer.token_id(f"<|{name}|>") for name in (config.language, config.speech_task)
     )
-    if language is None and tokenizer.token_id("<|en|>") is not None:
+    if lacks_language(tokenizer, config.language):
         raise DataError(
             explain(
                 "the tokenizer has no token of this language",
@@ -300,32 +309,27 @@ def recordings_in(source: str, config: DataConfig) -> Iterator[StoredRecording]:
     Raises DataError if there are none.
     """
     path, is_empty = Path(source), True
-    if path.suffix in TABLES:
-        columns = [config.audio_field, config.text_field]
-        for name, data, (text,) in rows_of_table(path, columns, "recordings"):
-            is_empty = False
-            yield StoredRecording(name, data, text if isinstance(text, str) else None)
-    elif path.suffix == SHARD:
-        for name, parts in samples_in_shard(path, "recordings"):
-            data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
-            if data is not None:
+    files = files_of(path, SUFFIXES)
+    texts = _texts_of(path, config) if any(_is_recording(file) for file in files) else {}
+    for file in files:
+        inside = file.relative_to(path).parent
+        if file.suffix in TABLES:
+            columns = [config.audio_field, config.text_field]
+            for name, data, (text,) in rows_of_table(file, columns, "recordings"):
                 is_empty = False
-                text = parts.get(TEXT_PART)
-                written = None if text is None else text.decode("utf-8-sig", "replace").strip()
-                yield StoredRecording(name, data, written)
-    elif path.suffix.lower() in SUFFIXES and path.is_file():
-        is_empty = False
-        texts = _texts_in([(path.parent, [], [path.name, path.with_suffix(".txt").name])], config)
-        yield StoredRecording(path.name, path, texts.get(_plain(path)))
-    elif path.is_dir():
-        folders = list(walk(path))
-        texts = _texts_in(folders, config)
-        for folder, _, names in folders:
-            for file in (folder / name for name in names):
-                if file.suffix.lower() in SUFFIXES:
+                written = text if isinstance(text, str) else None
+                yield StoredRecording(str(inside / name), data, written)
+        elif file.suffix == SHARD:
+            for name, parts in samples_in_shard(file, "recordings"):
+                data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
+                if data is not None:
                     is_empty = False
-                    name = str(file.relative_to(path))
-                    yield StoredRecording(name, file, texts.get(_plain(file)))
+                    text = parts.get(TEXT_PART)
+                    written = None if text is None else text.decode("utf-8-sig", "replace").strip()
+                    yield StoredRecording(str(inside / name), data, written)
+        elif _is_recording(file):
+            is_empty = False
+            yield StoredRecording(str(inside / file.name), file, texts.get(_plain(file)))
     if is_empty:
         raise DataError(
             explain(
@@ -337,14 +341,18 @@ def recordings_in(source: str, config: DataConfig) -> Iterator[StoredRecording]:
         )
 
 
-def _texts_in(
-    folders: Iterable[tuple[Path, list[str], list[str]]], config: DataConfig
-) -> dict[Path, str]:
-    """Texts of recordings, by their absolute paths: what metadata says, else a file beside each.
+def _is_recording(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file()
 
-    Args:
-      folders: as `walk` gives them.
+
+def _texts_of(source: Path, config: DataConfig) -> dict[Path, str]:
+    """Texts of recordings in a folder, or of one, by their absolute paths: what metadata says, else
+    a file beside each.
     """
+    if source.is_dir():
+        folders = walk(source)
+    else:
+        folders = [(source.parent, [], [source.name, source.with_suffix(".txt").name])]
     beside, named = {}, {}
     for folder, _, names in folders:
         for file in (folder / name for name in names):

@@ -5,8 +5,9 @@ Shapes: B recordings, F frames, P values of a frame, T tokens of text, D embed.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,15 @@ from jax.sharding import PartitionSpec
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.data import SpeechTask
-from optimus_jax.data.recordings import before_eos, frames_of, most_samples, prompt_of
+from optimus_jax.data.recordings import (
+    NO_LANGUAGE,
+    before_eos,
+    frames_of,
+    lacks_language,
+    most_samples,
+    names_no_language,
+    prompt_of,
+)
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
@@ -37,8 +46,6 @@ class SpeechModel:
     tokenizer: Tokenizer
     data: DataConfig
     """Names the language, and what is written."""
-    names_language: bool = True
-    """Whether a text begins with the tokens of both, if the tokenizer has them."""
     suppressed: tuple[int, ...] = ()
     """Tokens that are not written."""
     suppressed_first: tuple[int, ...] = ()
@@ -61,7 +68,7 @@ class SpeechModel:
 
         Args:
           language, speech_task: as in `DataConfig`; None: as the model's generation_config.json or
-            its run has it.
+            its run has it. A model of English alone is asked for neither.
         Raises:
           ConfigError: the model does not read sound, or its generation_config.json names tokens
             that it lacks.
@@ -75,8 +82,10 @@ class SpeechModel:
                 )
             )
         given = loaded.generation_config
+        if names_no_language(given):
+            language = NO_LANGUAGE
         named = {
-            "language": language or str(given.get("language") or "").strip("<|>"),
+            "language": language or language_of(given, loaded.tokenizer),
             "speech_task": speech_task or given.get("task"),
         }
         return cls(
@@ -84,7 +93,6 @@ class SpeechModel:
             params=loaded.params,
             tokenizer=loaded.tokenizer,
             data=replace(loaded.data, **{name: each for name, each in named.items() if each}),
-            names_language=given.get("is_multilingual") is not False,
             suppressed=loaded.generation_tokens("suppress_tokens"),
             suppressed_first=loaded.generation_tokens("begin_suppress_tokens"),
         )
@@ -119,7 +127,7 @@ class SpeechModel:
         """
         check_jax_settings()
         eos = self.tokenizer.eos
-        prompt = prompt_of(self.tokenizer, self.data, names_language=self.names_language)
+        prompt = prompt_of(self.tokenizer, self.data)
         if (room := self.config.max_length - self.config.frames - len(prompt)) < 1:
             raise DataError(
                 explain(
@@ -154,6 +162,25 @@ class SpeechModel:
             start += tokens.shape[1]
             tokens = ids[:, None].astype(np.int32)
         return [before_eos(row, eos) for row in np.stack(written, 1)]
+
+
+def language_of(generation: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
+    """Code of the language that a generation_config.json names; None: it names none.
+
+    Raises ConfigError if it names one otherwise, as transformers allows, and has several.
+    """
+    language = str(generation.get("language") or "").strip("<|>").lower()
+    if not language or not lacks_language(tokenizer, language):
+        return language or None
+    if len(codes := generation.get("lang_to_id") or ()) == 1:
+        return next(iter(codes)).strip("<|>")
+    raise ConfigError(
+        explain(
+            "the model's generation_config.json names a language by a word that is no code",
+            given=f"language={language!r}; the tokenizer has no token <|{language}|>",
+            do="name its code, such as hi for hindi: --language CODE, in Python language=CODE",
+        )
+    )
 
 
 @functools.partial(jax.jit, static_argnames="model")

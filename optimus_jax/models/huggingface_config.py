@@ -15,8 +15,9 @@ from optimus_jax.models.families import features_of, has_window, rotated_dims, t
 from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_formats import HUGGING_FACE_FORMATS, family_format
 
-NOT_PART_OF_A_MODEL = ("name", "dropout", "family", "features")
-"""Fields of ModelConfig that are compared not at all, or by what they mean."""
+NOT_PART_OF_A_MODEL = ("name", "dropout", "family", "features", "pixel_mean", "pixel_std")
+"""Fields of ModelConfig that are compared not at all, by what they mean, or that another file has
+(weights/image_processor.py)."""
 RELATIVE = 1e-9
 """Difference of two numbers that are meant to be the same: one is a root of the other's square."""
 

@@ -77,11 +77,10 @@ def _cudnn_obstacle(config: Config, topology: Topology, precision: Precision) ->
             )
     if features_of(model).attention_softcap:
         return f"it has no cap on scores, and {model.name} has one"
-    if config.data.respect_documents and (config.seq_len - model.frames) % 2:
-        of_text = f", of which {model.frames} are frames" if model.frames else ""
+    if config.separates_documents and config.seq_len % 2:
         return (
             "with documents it computes even numbers of tokens, and data.seq_len is"
-            f" {config.seq_len}{of_text}"
+            f" {config.seq_len}"
         )
     return None
 

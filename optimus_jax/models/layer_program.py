@@ -169,7 +169,7 @@ class LayerPrograms:
     seq_len: int
     precision: Precision
     kernel: AttentionKernel
-    respect_documents: bool
+    separates_documents: bool
     shares_kv_heads: bool
     length_ways: int
     splits_alike: bool
@@ -227,7 +227,7 @@ def layer_programs(
             seq_len,
             precision,
             kernel,
-            respect_documents,
+            respect_documents and model.reads_documents,
             shares_kv_heads,
             ways,
             splits_alike,
@@ -458,7 +458,7 @@ class _Tracer:
                 comm=self.comm,
                 remat=remat,
                 kernel="traced_cudnn" if kernel == "cudnn" else kernel,
-                visibility=Visibility(segments if self.programs.respect_documents else None),
+                visibility=Visibility(segments if self.programs.separates_documents else None),
             )
             trained = map_trained(
                 lambda layout, param: layout.differentiated(param), self.layouts, params

@@ -93,7 +93,7 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
         figure=figure,
         label=f"Loss by {by}: {'; '.join(words)}",
         caption=(
-            "Measured; nats per token, or the loss of the task."
+            "Measured: the loss of the task, for most of them in nats per token."
             f"{' Diamonds: on held-out text.' if has_held_out else ''}"
             f"{marks}{grouping_words(per_point)}{left_out}"
         ),

@@ -28,7 +28,7 @@ from optimus_jax.store.hub import hub_directory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.new_directory import check_free, new_directory
 from optimus_jax.system.paths import UserPath, local_path
-from optimus_jax.weights.directory import CONFIG, read_config
+from optimus_jax.weights.directory import CONFIG_FILES, read_config
 from optimus_jax.weights.peft_directory import REVISION, write_peft
 
 
@@ -132,7 +132,7 @@ def _check_base(model: ModelConfig, base: str, warn: Callable[[str], object]) ->
         theirs = (
             parameter_source(base).config()
             if hub is None
-            else read_config(hub_directory(hub, [CONFIG], cached=True))
+            else read_config(hub_directory(hub, CONFIG_FILES, cached=True))
         )
     except OptimusError as error:
         reason, *_ = str(error).splitlines()

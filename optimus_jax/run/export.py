@@ -42,6 +42,7 @@ from optimus_jax.system.new_directory import check_free, new_directory
 from optimus_jax.system.paths import UserPath, local_path
 from optimus_jax.training.tasks import MLM
 from optimus_jax.weights.directory import CONFIG
+from optimus_jax.weights.image_processor import PREPROCESSOR
 from optimus_jax.weights.published import GENERATION_CONFIG
 
 GENERATOR_FLAG = "--generator"
@@ -149,7 +150,7 @@ class RunToExport:
             _check_room(directory, needed)
             files = {}
             if config.reads != "text":
-                files["preprocessor_config.json"] = preprocessor_config(config).encode()
+                files[PREPROCESSOR] = preprocessor_config(config).encode()
             if config.reads != "images":
                 longest = config.max_length - config.frames
                 files |= published_files(

@@ -250,6 +250,7 @@ def preprocessor_config(model: ModelConfig) -> str:
             "return_attention_mask": False,
         }
         return json.dumps(sound, indent=2) + "\n"
+    mean, std = model.normalisation
     config = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -258,8 +259,8 @@ def preprocessor_config(model: ModelConfig) -> str:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [0.5] * model.num_channels,
-        "image_std": [0.5] * model.num_channels,
+        "image_mean": mean,
+        "image_std": std,
     }
     return json.dumps(config, indent=2) + "\n"
 

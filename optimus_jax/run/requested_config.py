@@ -19,6 +19,7 @@ from optimus_jax.config.request import (
     resumed_config,
 )
 from optimus_jax.config.run_checkpoint import INIT_FROM
+from optimus_jax.data.recordings import NO_LANGUAGE, names_no_language
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
@@ -34,7 +35,7 @@ from optimus_jax.weights.published import MODEL, PublishedSource, model_named
 from optimus_jax.weights.published_adapters import PublishedAdapters
 
 INIT, ADAPTERS, TOKENIZER = "init_from", "adapters_from", "data.tokenizer"
-TUNING = "model.tuning."
+LANGUAGE, TUNING = "data.language", "model.tuning."
 """Settings."""
 
 
@@ -116,8 +117,9 @@ def _new_config(
     """The config of a new run.
 
     A published model comes with its parameters, and parameters with the tokenizer of their texts,
-    unless the settings name others. Published adapters come with their settings, and with the model
-    that they name, unless another is named.
+    unless the settings name others. One of sound that knows English alone names no language.
+    Published adapters come with their settings, and with the model that they name, unless another
+    is named.
     """
     published = _published(model)
     if published is not None:
@@ -140,6 +142,13 @@ def _new_config(
                     do="give the tokenizer of its texts with --tokenizer",
                 )
             )
+    if (
+        isinstance(source, PublishedSource)
+        and base is None
+        and source.config().reads == "sound"
+        and names_no_language(source.generation())
+    ):
+        overrides = {LANGUAGE: NO_LANGUAGE, **overrides}
     config = None
     if model is not None:
         config = model_named(model)

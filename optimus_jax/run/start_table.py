@@ -8,8 +8,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from optimus_jax.cluster.launch_detection import Launch
-from optimus_jax.config import Config, OptimizerConfig
+from optimus_jax.config import Config, ModelConfig, OptimizerConfig
 from optimus_jax.config.in_python import IN_PYTHON
+from optimus_jax.config.model import Medium
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.errors import counted
@@ -27,6 +28,11 @@ from optimus_jax.training.watchers import Display
 
 MAX_TENSORS = 8
 """Number of tensors in the table of the largest tensors."""
+_EXAMPLES: dict[Medium, str] = {
+    "text": "sequences",
+    "images": "images",
+    "sound": "recordings",
+}
 
 
 def show_start_table(
@@ -78,11 +84,11 @@ def show_start_table(
         ["documents end with", data.tokenizer.end],
         [
             "batch",
-            f"{program.config.data.global_batch} sequences x {program.config.seq_len} tokens,"
-            f" {plan.microbatches} microbatch(es), attention"
-            f" {'within' if config.data.respect_documents else 'across'} documents",
+            _batch_text(config.model, program.config.data.global_batch, program.config.seq_len)
+            + f", {plan.microbatches} microbatch(es)"
+            + _documents_text(config),
         ],
-        *_phase_rows(plan, later_phases, config.steps),
+        *_phase_rows(plan, later_phases, config),
         [
             "learning rate",
             "that of the optimizer given in Python"
@@ -101,7 +107,7 @@ def show_start_table(
             if LENGTH in plan.active_rules(config.model)
             else []
         ),
-        *_pipeline_rows(plan),
+        *_pipeline_rows(plan, config.model),
         ["attention kernel", plan.attention],
         [
             "precision",
@@ -212,24 +218,35 @@ def _rate_factor_rows(optimizer: OptimizerConfig) -> list[list[str]]:
 
 
 def _phase_rows(
-    plan: Plan, later_phases: Sequence[tuple[TrainingPhase, Plan]], num_steps: int
+    plan: Plan, later_phases: Sequence[tuple[TrainingPhase, Plan]], config: Config
 ) -> list[list[str]]:
     """A row for each later phase: its batch, and its plan if that changes."""
     rows, before = [], plan
     for phase, later in later_phases:
         under = "" if later == before else f", under {later.describe()}"
-        unreached = "" if phase.steps_before < num_steps else " (not reached in this run)"
+        unreached = "" if phase.steps_before < config.steps else " (not reached in this run)"
         rows.append(
             [
                 f"batch after step {phase.steps_before}",
-                f"{phase.global_batch} sequences x {phase.seq_len} tokens{under}{unreached}",
+                _batch_text(config.model, phase.global_batch, phase.seq_len) + under + unreached,
             ]
         )
         before = later
     return rows
 
 
-def _pipeline_rows(plan: Plan) -> list[list[str]]:
+def _batch_text(model: ModelConfig, global_batch: int, seq_len: int) -> str:
+    return f"{global_batch} {_EXAMPLES[model.reads]} x {seq_len} tokens"
+
+
+def _documents_text(config: Config) -> str:
+    """Which documents attention sees; nothing if an example is none."""
+    if not config.model.reads_documents:
+        return ""
+    return f", attention {'within' if config.separates_documents else 'across'} documents"
+
+
+def _pipeline_rows(plan: Plan, model: ModelConfig) -> list[list[str]]:
     """Rows about pipeline stages, schedule and memory; none without stages."""
     if plan.pipeline is None:
         return []
@@ -244,11 +261,11 @@ def _pipeline_rows(plan: Plan) -> list[list[str]]:
     bubble = schedule.bubble(backward_s=2.0 if pipeline.keep_residuals else 3.0)
     slack = ", a tick of slack for sends" if schedule.latency > 1 else ""
     longest = pipeline.most_layers
-    uneven = (
-        f"; each tick takes as long as {counted(longest, 'layer')}"
-        if longest > min(pipeline.layers_per_stage)
-        else ""
-    )
+    uneven = ""
+    if longest > min(pipeline.layers_per_stage):
+        # Layers of an encoder and a decoder take unequal times, and empty slots of theirs none.
+        has = "stage has memory for" if model.encoder_layers else "tick takes as long as"
+        uneven = f"; each {has} {counted(longest, 'layer')}"
     return [
         [
             "stages",

@@ -158,7 +158,7 @@ class Objective:
             overlap=self.plan.overlap,
             hands_over=self.plan.pipeline is None,
             offload=self.plan.offloads_activations,
-            visibility=Visibility(rows["segments"] if self.config.data.respect_documents else None),
+            visibility=Visibility(rows["segments"] if self.config.separates_documents else None),
             keys_B=None
             if key is None
             else jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows["examples"]),

@@ -54,5 +54,6 @@ def patch_loss(inputs: LossInputs) -> TaskSums:
     hidden_BLE = model.head_input(inputs.value, comm)
     found_BLP = model.logits(hidden_BLE, ForwardContext(comm=comm))
     counts_BL = comm.local_tokens(rows["loss_mask"])
-    losses_BL = jnp.abs(found_BLP - scaled(comm.local_tokens(rows[PATCHES]))).mean(-1)
+    wanted_BLP = scaled(comm.local_tokens(rows[PATCHES]), model.config)
+    losses_BL = jnp.abs(found_BLP - wanted_BLP).mean(-1)
     return TaskSums(jnp.where(counts_BL, losses_BL, 0).sum() * inputs.weight, {})

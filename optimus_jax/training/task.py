@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from optimus_jax.config import Config, PreferenceConfig
+from optimus_jax.config import Config, ModelConfig, PreferenceConfig
 from optimus_jax.config.data import ExampleKind
 from optimus_jax.config.model import Labelled, Medium
 from optimus_jax.data.batch import BatchArray, HostBatch
@@ -121,7 +121,7 @@ class Task:
     @property
     def has_perplexity(self) -> bool:
         """Whether the loss is that of tokens of a text, so that its exponential is a perplexity."""
-        return self.reads == "documents" and not self.has_generator
+        return self.reads in ("documents", "texts") and not self.has_generator
 
     @property
     def medium(self) -> Medium:
@@ -185,13 +185,21 @@ def embedded(model: Decoder, rows: Batch, run: ForwardContext) -> Array:
     """The residual stream before the first layer, [B, L, D]."""
     patches_BLP = rows.get(PATCHES)
     if patches_BLP is not None and patches_BLP.dtype == np.uint8:
-        patches_BLP = scaled(patches_BLP)
+        patches_BLP = scaled(patches_BLP, model.config)
     return model.embed(rows["tokens"], rows["positions"], run, rows.get(TYPES), patches_BLP)
 
 
-def scaled(patches_BLP: Array) -> Array:
-    """Values of pixels from -1 to 1, float32, of bytes."""
-    return patches_BLP.astype("float32") / 127.5 - 1.0
+def scaled(patches_BLP: Array, model: ModelConfig) -> Array:
+    """Bytes of pixels, normalised as the model reads them, float32: from -1 to 1 by default."""
+    mean_C, std_C = map(np.array, model.normalisation)
+
+    def per_value(of_channel_C: np.ndarray) -> float | np.ndarray:
+        if (of_channel_C == of_channel_C[0]).all():
+            return float(of_channel_C[0])
+        # A patch holds one channel after another (data/images.py).
+        return np.repeat(of_channel_C, model.patch_size**2).astype(np.float32)[None, None]
+
+    return patches_BLP.astype("float32") / per_value(255 * std_C) - per_value(mean_C / std_C)
 
 
 RESERVED_NAMES = frozenset(

@@ -25,12 +25,15 @@ from optimus_jax.models.huggingface_checks import (
 )
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
-from optimus_jax.weights.file_bytes import damaged, read_whole
+from optimus_jax.weights.file_bytes import MAX_CONFIG_BYTES, damaged, read_whole
+from optimus_jax.weights.image_processor import PREPROCESSOR, with_normalisation
 from optimus_jax.weights.safetensors_file import read_safetensors
 from optimus_jax.weights.stored_tensor import StoredTensor
 from optimus_jax.weights.torch_file import read_torch_file
 
 CONFIG = "config.json"
+CONFIG_FILES = (CONFIG, PREPROCESSOR)
+"""What `read_config` reads, of which the second may be missing."""
 SAFETENSORS, INDEX_SUFFIX = "model.safetensors", ".index.json"
 WEIGHTS: dict[str, Callable[[Path], dict[str, StoredTensor]]] = {
     SAFETENSORS: read_safetensors,
@@ -38,7 +41,6 @@ WEIGHTS: dict[str, Callable[[Path], dict[str, StoredTensor]]] = {
 }
 """Files with a model's weights, the preferred one first. With INDEX_SUFFIX: the index of several
 files of the same kind."""
-MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def open_model(directory: Path, *, needs_head: bool = True) -> PublishedModel:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The ModelConfig for the config.json of a directory. Raises ConfigError."""
+    """The ModelConfig for the config.json of a directory, and of images for its
+    preprocessor_config.json. Raises ConfigError."""
     path = directory / CONFIG
     try:
         hf_config = parse_json(read_whole(path, MAX_CONFIG_BYTES))
@@ -102,7 +105,7 @@ def read_config(directory: Path) -> ModelConfig:
         )
     config = config_from_huggingface(hf_config)
     check_family(config)
-    return config
+    return with_normalisation(config, directory)
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:

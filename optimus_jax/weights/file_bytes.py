@@ -15,8 +15,10 @@ import numpy as np
 from optimus_jax.errors import CheckpointError, explain
 
 MAX_HEADER_BYTES = 16 << 20
-"""Largest header of a safetensors file, index or config.json: 150,000 tensors. What Python makes of
+"""Largest header of a safetensors file, or index: 150,000 tensors. What Python makes of
 it is up to 30 times as large."""
+MAX_CONFIG_BYTES = 1 << 20
+"""Largest config.json, or another file of a model's settings."""
 LFS_POINTER = b"version https://git-lfs"
 """How the file begins that git leaves in place of a large one."""
 

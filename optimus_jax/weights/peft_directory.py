@@ -9,7 +9,7 @@ import numpy as np
 
 from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.system.json_input import JSONInputError, parse_json
-from optimus_jax.weights.file_bytes import read_whole
+from optimus_jax.weights.file_bytes import MAX_CONFIG_BYTES, read_whole
 from optimus_jax.weights.safetensors_file import DTYPES, LENGTH_BYTES, METADATA, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -17,7 +17,6 @@ PICKLE = "adapter_model.bin"
 """What PEFT writes in the place of WEIGHTS if it is asked to, which is not read."""
 BASE, REVISION = "base_model_name_or_path", "revision"
 """Keys of CONFIG that name the model without adapters."""
-MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_peft(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

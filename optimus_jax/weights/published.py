@@ -17,13 +17,13 @@ from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import user_path
 from optimus_jax.weights.directory import (
     CONFIG,
-    MAX_CONFIG_BYTES,
+    CONFIG_FILES,
     WEIGHTS,
     has_weights,
     patterns_of,
     read_config,
 )
-from optimus_jax.weights.file_bytes import read_whole
+from optimus_jax.weights.file_bytes import MAX_CONFIG_BYTES, read_whole
 from optimus_jax.weights.peft_directory import BASE, read_peft_config
 from optimus_jax.weights.peft_directory import CONFIG as ADAPTERS
 
@@ -62,7 +62,7 @@ class PublishedSource:
 
         Raises OptimusError if its config.json cannot be read, or is of an unsupported model.
         """
-        config = read_config(self._directory(CONFIG))
+        config = read_config(self._directory(*CONFIG_FILES))
         place = self.place
         name = place.name if isinstance(place, Path) else place.repository.rpartition("/")[2]
         return replace(config, name=name)
@@ -98,9 +98,9 @@ class PublishedSource:
         Of a model on the hub, files that the cache lacks are fetched: safetensors, or PyTorch's if
         there are none. Raises StoreError if that fails.
         """
-        directory = self._directory(CONFIG)
+        directory = self._directory(*CONFIG_FILES)
         for name in WEIGHTS:
-            directory = self._directory(CONFIG, *patterns_of(name))
+            directory = self._directory(*CONFIG_FILES, *patterns_of(name))
             if has_weights(directory, name):
                 break
         return directory
@@ -120,7 +120,7 @@ def model_named(name: str | ModelConfig) -> ModelConfig:
     """The model that `--model` names: a preset, a directory, or a model on the hub. A ModelConfig,
     which a program may give, is one itself.
 
-    Of a published model, only its config.json is read.
+    Of a published model, only `CONFIG_FILES` are read.
 
     Raises OptimusError if there is none of that name.
     """

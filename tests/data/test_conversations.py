@@ -22,6 +22,7 @@ from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.rendered_chat import RenderedChat
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import DataError
+from optimus_jax.training.tasks import MLM, REPLACED, TASKS
 
 EOS = 256
 ARRAYS = ("tokens", "targets", "positions", "loss_mask")
@@ -31,9 +32,11 @@ TEMPLATE = (
 )
 
 
-def load(*sources, seq_len=16, vocab_size=2000, by=None, **fields):
+def load(*sources, seq_len=16, vocab_size=2000, by=None, kind="documents", **fields):
     config = DataConfig(sources=tuple(map(str, sources)), **({"eval_fraction": 0.0} | fields))
-    return load_data(config, seq_len=seq_len, vocab_size=vocab_size, model_name="tiny", by=by)
+    return load_data(
+        config, seq_len=seq_len, vocab_size=vocab_size, model_name="tiny", by=by, kind=kind
+    )
 
 
 @pytest.fixture
@@ -120,6 +123,18 @@ def test_prompts_and_completions_of_text_need_no_template(tmp_path):
         assert data.train.tokens.tolist() == [*b"1+1=2", EOS] * 2
         assert data.train.counts.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 2
     assert load(path, loss_on=("all",)).train.counts.all()
+
+
+def test_conversations_are_refused_where_tokens_are_hidden(tmp_path, template):
+    """Whether one of their tokens counts is said at the token before it, which would be hidden."""
+    chats = write_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0], "said": "0123"}] * 9)
+    pairs = write_lines(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b", "said": "0"}] * 9)
+    for path in (chats, pairs):
+        with pytest.raises(DataError, match="holds conversations, and the task hides tokens"):
+            load(path, chat_template=template, kind="texts")
+        as_texts = {"records": "text", "text_field": "said"}
+        load(path, kind="texts", **as_texts)
+    assert {TASKS[name].reads for name in (MLM, REPLACED)} == {"texts"}
 
 
 def test_a_text_stays_a_text(tmp_path, template):

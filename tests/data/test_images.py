@@ -1,6 +1,7 @@
 """Images of folders and tables, and the examples that are made of them."""
 
 import io
+import shutil
 import tarfile
 
 import numpy as np
@@ -98,6 +99,58 @@ def test_tables_have_a_column_of_images(tmp_path, suffix, is_object):
     data = load(path)
     assert data.labels == ("0", "1", "2")
     assert cut(data, 0, 1, 2)["targets"][:, 0].tolist() == [2, 0, 1]
+
+
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for labels, kept in (([1.0, None, 0.0], ["1", "0"]), (["b", "a", None], ["b", "a"])):
+        table = arrow.table({"image": [encoded(number) for number in range(3)], "label": labels})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        data = load(tmp_path / "a.parquet")
+        assert [image.label for image in data.train.items] == kept
+        assert data.notes == ("1 image left out: without a label",)
+        assert not load(tmp_path / "a.parquet", kind="unlabelled_images").notes
+
+
+def test_splits_are_no_labels(folder):
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            shutil.copytree(folder / label, folder.parent / "whole" / split / label)
+    with pytest.raises(DataError, match=r"named like splits(.|\n)*give .*whole/train;"):
+        load(folder.parent / "whole")
+    assert load(folder.parent / "whole" / "train").labels == ("cat", "dog")
+    assert len(load(folder.parent / "whole", kind="unlabelled_images").train.items) == 10
+    for label, split in (("cat", "train"), ("dog", "test")):
+        shutil.copytree(folder / label, folder.parent / "flat" / split)
+    assert load(folder.parent / "flat").labels == ("test", "train")
+
+
+def test_tables_and_tar_files_in_a_folder_are_read(folder, tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = arrow.table({"image": [encoded(number) for number in range(2)], "label": ["b", "a"]})
+    (tmp_path / "whole" / "more").mkdir(parents=True)
+    parquet.write_table(table, tmp_path / "whole" / "0.parquet")
+    parquet.write_table(table, tmp_path / "whole" / "more" / "0.parquet")
+    with tarfile.open(tmp_path / "whole" / "1.tar", "w") as shard:
+        for name, content in {"2.png": encoded(2), "2.cls": b"a"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+    data = load(tmp_path / "whole")
+    assert [(image.name, image.label) for image in data.train.items] == [
+        ("0.parquet, row 1", "b"),
+        ("0.parquet, row 2", "a"),
+        ("1.tar, 2", "a"),
+        ("more/0.parquet, row 1", "b"),
+        ("more/0.parquet, row 2", "a"),
+    ]
+    before = load(folder).train.digest
+    shutil.copytree(tmp_path / "whole", folder / "cat" / "whole")
+    assert load(folder).train.digest == before, "what a folder has as files is all that is read"
 
 
 def test_tar_files_have_images_and_their_labels(tmp_path):

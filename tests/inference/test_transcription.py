@@ -19,7 +19,7 @@ from optimus_jax.data.word_errors import word_errors
 from optimus_jax.errors import ConfigError, DataError
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
 from optimus_jax.inference.text_model import TextModel
-from optimus_jax.inference.transcription import SpeechModel
+from optimus_jax.inference.transcription import SpeechModel, language_of
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.huggingface import config_from_huggingface, from_huggingface
@@ -201,9 +201,25 @@ def test_what_is_asked_for_comes_from_the_caller_the_published_model_or_the_run(
     )
     asked = SpeechModel.of(loaded).data
     assert (asked.language, asked.speech_task) == ("nl", "translate")
-    published = {"language": "<|de|>", "task": "transcribe", "is_multilingual": False}
+    published = {"language": "<|de|>", "task": "transcribe", "is_multilingual": True}
     with_file = replace(loaded, generation_config=published)
     model = SpeechModel.of(with_file)
     assert (model.data.language, model.data.speech_task) == ("de", "transcribe")
-    assert not model.names_language
     assert SpeechModel.of(with_file, language="fr").data.language == "fr"
+    english = replace(loaded, generation_config=published | {"is_multilingual": False})
+    assert SpeechModel.of(english).data.language == "none"
+
+
+def test_a_language_in_words_is_known_by_its_only_token_or_asked_for():
+    class Published(ByteTokenizer):
+        def token_id(self, token):
+            return {"<|en|>": 300, "<|hi|>": 301}.get(token)
+
+    hindi = {"language": "hindi"}
+    assert language_of({"language": "HI"}, Published()) == "hi"
+    assert language_of(hindi | {"lang_to_id": {"<|hi|>": 301}}, Published()) == "hi"
+    assert language_of(hindi, ByteTokenizer()) == "hindi", "which has no tokens of languages"
+    assert language_of({}, Published()) is None
+    several = hindi | {"lang_to_id": {"<|en|>": 300, "<|hi|>": 301}}
+    with pytest.raises(ConfigError, match=r"'hindi'(.|\n)*--language CODE"):
+        language_of(several, Published())

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus_jax.config import Config, ModelConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.mesh.topology import Topology
@@ -291,6 +292,16 @@ def test_a_kernel_that_cannot_run_is_refused_and_never_chosen(device, settings, 
 def test_the_fused_kernel_is_chosen_where_it_runs(device, settings):
     assert chosen_kernel("auto", device=device, settings=settings) == "cudnn"
     assert chosen_kernel("xla", device=device, settings=settings) == "xla"
+
+
+def test_images_and_sound_need_no_documents_for_the_fused_kernel():
+    for name in ("vit-base-patch16-224", "whisper-small"):
+        config = Config(model=model_preset(name))
+        for odd in ({}, {"data.seq_len": config.seq_len - 1}):
+            assert not config.separates_documents
+            settings = {"precision.compute": "bf16", **odd}
+            topology = Cluster.parse("h100:1").topology()
+            assert choose_kernel(config.with_values(settings), topology, "bf16") == "cudnn"
 
 
 @pytest.mark.parametrize("device_kind", ["AMD Instinct MI300X", "NVIDIA H100 80GB HBM3"])

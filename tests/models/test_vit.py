@@ -22,6 +22,7 @@ from test_huggingface import (
     state_of,
 )
 
+from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, HIDDEN_PATCH, PATCH_TOKEN
 from optimus_jax.data.images import patches_of
 from optimus_jax.mesh.sharding import put_batch
@@ -44,6 +45,17 @@ CASES = {
     "one channel, small patches": SMALL | {"patch_size": 2, "num_channels": 1},
     "wide": SMALL | {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 12},
 }
+NORMALISED = {
+    "three channels": {
+        "pixel_mean": (0.485, 0.456, 0.406),
+        "pixel_std": (0.229, 0.224, 0.225),
+    }
+}
+"""Fields of the model, for cases in which pixels do not go from -1 to 1."""
+
+
+def model_of(case: str, config: dict) -> ModelConfig:
+    return replace(config_from_huggingface(config), **NORMALISED.get(case, {}))
 
 
 @cache
@@ -65,7 +77,9 @@ def reference(case: str, name: str = CLASSIFIER) -> SimpleNamespace:
     for weight in model.parameters():
         weight.data = 0.2 * torch.randn_like(weight) + (weight.data if weight.ndim == 1 else 0)
     pixels, labels = images_for(case)
-    scaled = torch.tensor(pixels.astype(np.float32) / 127.5 - 1)
+    mean_C, std_C = map(np.array, model_of(case, config.to_dict()).normalisation)
+    normalised = (pixels / 255 - mean_C[:, None, None]) / std_C[:, None, None]
+    scaled = torch.tensor(normalised.astype(np.float32))
     if name == CLASSIFIER:
         logits = model(scaled).logits
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels, dtype=torch.long))
@@ -148,7 +162,7 @@ def rows_for(case: str) -> dict[str, np.ndarray]:
 )
 def test_logits_loss_and_gradients_equal_huggingface(case, axes):
     theirs = reference(case)
-    model = config_from_huggingface(theirs.config)
+    model = model_of(case, theirs.config)
     assert model.labels == tuple(LABELS.values())
     program = program_for(model, axes, seq_len=model.max_length)
     vocab_rows = program.shapes.vocab_rows
@@ -168,7 +182,7 @@ def test_restored_patches_equal_huggingface(axes, monkeypatch):
     monkeypatch.setitem(TASKS, "mim", replace(TASKS["mim"], corrupt=None))
     case = "three channels"
     theirs, hidden = reference(case, RESTORER), np.pad(hidden_for(case), ((0, 0), (1, 0)))
-    model = config_from_huggingface(theirs.config)
+    model = model_of(case, theirs.config)
     assert not model.labels
     program = program_for(model, axes, seq_len=model.max_length, task="mim")
     vocab_rows = program.shapes.vocab_rows

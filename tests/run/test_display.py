@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import plans
 import pytest
 
 from optimus_jax.cluster.launch_detection import NO_LAUNCHER, Launch
-from optimus_jax.config import LogConfig
+from optimus_jax.config import Config, LogConfig
+from optimus_jax.config.presets import model_preset
 from optimus_jax.mesh.build import discover
 from optimus_jax.run.display import (
     PlainDisplay,
@@ -27,6 +29,7 @@ from optimus_jax.run.display import (
 from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.training.numbers import perplexity_of, short
+from optimus_jax.training.step import Program, build_program
 from optimus_jax.training.watchers import Display
 
 RECORD = StepRecord(
@@ -357,20 +360,50 @@ def test_the_start_table_says_if_parameters_are_drawn(
     assert re.findall(r"^  model +.* of vocabulary padding\)(.*)$", shown, re.MULTILINE) == [said]
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        (
+            "vit-nano",
+            {"batch": "48 images x 17 tokens, 4 microbatch(es)", "stages": "2 with 2+2 layers"},
+        ),
+        (
+            "whisper-nano",
+            {
+                "batch": "48 recordings x 128 tokens, 4 microbatch(es)",
+                "stages": "2 with 1+3 layers; each stage has memory for 3 layers",
+            },
+        ),
+    ],
+)
+def test_the_start_table_of_images_and_sound(name: str, rows: dict[str, str]):
+    """Their examples hold no documents; layers of two sides take unequal times."""
+    model = model_preset(name)
+    case = plans.case("pipe=2", microbatches=4)
+    config = plans.make_config(model, case, {"data.seq_len": model.max_length})
+    plan = plans.make_plan(config)
+    shown = start_table(config, build_program(config, plan, jax.devices()[:2]))
+    assert dict(re.findall(r"^  (batch|stages) +(.*)$", shown, re.MULTILINE)) == rows
+
+
 def start_table_of(
     case: plans.PlanCase,
     settings: Mapping[str, Any] | None = None,
     weights: str | None = None,
 ) -> str:
     built = plans.build(plans.model_for(case, "gpt"), case, settings)
+    return start_table(built.config, built.program, weights)
+
+
+def start_table(config: Config, program: Program, weights: str | None = None) -> str:
     stream = io.StringIO()
     data: Any = SimpleNamespace(description="words", tokenizer=SimpleNamespace(end="'</s>', id 2"))
     show_start_table(
         make("plain", stream),
-        config=built.config,
+        config=config,
         topology=discover(),
         why="given",
-        program=built.program,
+        program=program,
         data=data,
         compile_s=1.0,
         step_bytes=2**20,

@@ -77,6 +77,9 @@ def test_a_published_model_is_read_and_written(digits, tmp_path):
     )
     theirs = transformers.ViTForImageClassification(config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
+    transformers.ViTImageProcessor(
+        size={"height": 8, "width": 8}, image_mean=[0.25], image_std=[0.2]
+    ).save_pretrained(tmp_path / "theirs")
     optimus_jax.train(
         str(tmp_path / "theirs"),
         data=str(digits),
@@ -86,13 +89,17 @@ def test_a_published_model_is_read_and_written(digits, tmp_path):
         run_dir=tmp_path / "run",
         **TINY | {"lr": 1e-12},
     )
+    begun_with = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert (begun_with["pixel_mean"], begun_with["pixel_std"]) == ([0.25], [0.2])
     optimus_jax.export(tmp_path / "run", tmp_path / "ours")
     ours = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours").eval()
     assert ours.config.id2label == config.id2label
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "ours")
     image = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
     seen = processor(image, return_tensors="np", input_data_format="channels_last")
-    np.testing.assert_allclose(seen["pixel_values"][0, 0], image[..., 0] / 127.5 - 1, atol=1e-6)
+    np.testing.assert_allclose(
+        seen["pixel_values"][0, 0], (image[..., 0] / 255 - 0.25) / 0.2, atol=1e-6
+    )
     pixels = torch.rand(4, 1, 8, 8) * 2 - 1
     with torch.no_grad():
         found, expected = (model(pixels).logits.numpy() for model in (ours, theirs))

@@ -18,6 +18,7 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.model_card import generation_config
+from optimus_jax.run.requested_config import requested_config
 
 soundfile = pytest.importorskip("soundfile")
 TINY = {"global_batch": 16, "progress": "none", "control": "off", "lr": 1e-2}
@@ -65,6 +66,10 @@ def test_tones_are_written_down_after_training_on_a_mesh(tones, tmp_path):
     texts = SpeechModel.of(ours).transcribe(sounds)
     assert texts == texts_of_transformers(tmp_path / "exported", sounds)
     assert texts == list(WORDS)
+    exported = {"init_from": str(tmp_path / "exported"), "data.sources": str(tones)}
+    for given, language in (({}, "none"), ({"data.language": "de"}, "de")):
+        config = requested_config(None, None, None, False, exported | given, False)
+        assert config.data.language == language, "the export has no tokens of languages"
     assert "automatic-speech-recognition" in (tmp_path / "exported" / "README.md").read_text()
 
 

@@ -62,8 +62,10 @@ def test_every_model_field_except_the_name_is_compared():
         "mel_bins",
         "patch_size",
         "num_channels",
+        "pixel_mean",
+        "pixel_std",
         "generator",
-    }, "sizes are compared as num_layers is"
+    }, "sizes, and these for images, are compared as num_layers is"
 
 
 def test_another_generator_is_refused():

@@ -61,6 +61,62 @@ def test_prefixes_buffers_and_tied_heads_may_differ(family, renamed, more, tmp_p
     model.check_tied_head()
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+def test_norms_of_older_files_have_other_names(family, tmp_path):
+    """As those of bert-base-uncased: gamma and beta."""
+    own, older = state_dict_of(family), {}
+    for name, tensor in own.items():
+        for ending, other in (("weight", "gamma"), ("bias", "beta")):
+            name = name.replace(f"LayerNorm.{ending}", f"LayerNorm.{other}")
+        older[name] = tensor
+    assert len(own.keys() - older.keys()) >= 10
+    opened = []
+    for tensors, directory in ((own, tmp_path / "own"), (older, tmp_path / "older")):
+        directory.mkdir()
+        model_of(family).config.save_pretrained(directory)
+        save(directory, tensors)
+        model = open_model(directory)
+        opened.append({name: np.asarray(each) for name, each in model.tensors.items()})
+    assert opened[0].keys() == opened[1].keys()
+    for name, tensor in opened[0].items():
+        np.testing.assert_array_equal(tensor, opened[1][name])
+
+
+def test_a_body_of_images_alone_is_read(tmp_path):
+    """As vit-base-patch16-224-in21k: no prefix, a pooler, neither head nor hidden patch."""
+    _, transformers = libraries()
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=20,
+        image_size=8,
+        patch_size=2,
+    )
+    config.architectures = ["ViTModel"]
+    config.save_pretrained(tmp_path)
+    prefix, model = "vit.", transformers.ViTForMaskedImageModeling
+    shapes = {
+        name: shape
+        for name, shape in file_shapes_of(model(config), tmp_path / "whole").items()
+        if name.startswith(prefix) and "mask_token" not in name
+    }
+    shapes |= {"vit.pooler.dense.weight": (16, 16), "vit.pooler.dense.bias": (16,)}
+    tensors = {name.removeprefix(prefix): np.ones(shape) for name, shape in shapes.items()}
+    save(tmp_path, {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    found = open_model(tmp_path, needs_head=False)
+    assert found.config.reads == "images"
+    assert found.tensors.keys() == tensors.keys() - {"pooler.dense.weight", "pooler.dense.bias"}
+    with pytest.raises(CheckpointError, match=r"missing: decoder\.0\.bias"):
+        open_model(tmp_path)
+
+
+def file_shapes_of(model: Any, directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes in files, whose names may differ from those in memory."""
+    model.save_pretrained(directory)
+    return {name: tuple(each.shape) for name, each in read_tensors(directory).items()}
+
+
 def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
     model_of("gpt2").config.save_pretrained(tmp_path)
     tensors = {name: tensor.copy() for name, tensor in state_dict_of("gpt2").items()}
