@@ -174,8 +174,9 @@ class IteratedExamples:
 
     def _reach(self, first: int, past: int) -> None:
         """Have tokens `first` to `past` - 1. Of those before them, only what comes after the last
-        state is kept."""
-        if first < self._first:
+        state is kept; what lies between two states is not drawn again to get there."""
+        after, _ = self._state_before(first)
+        if first < self._first or after > self._end:
             self._seek(first)
         while self._end < past:
             self._draw()

@@ -97,6 +97,30 @@ def test_any_example_can_be_asked_for_at_any_time(asked):
         np.testing.assert_array_equal(cut(source, [number]), windows([number]))
 
 
+def test_the_beginning_is_read_again_without_drawing_all_that_follows():
+    class Counted(Texts):
+        num_drawn = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.num_drawn += 1
+                yield item
+
+    def drawn_for_the_probe(source, items):
+        """Items drawn to read the first example, and the next one after example 60."""
+        before = items.num_drawn
+        np.testing.assert_array_equal(cut(source, [0]), windows([0]))
+        np.testing.assert_array_equal(cut(source, [61]), windows([61]))
+        return items.num_drawn - before
+
+    first, again = Counted(), Counted()
+    source, resumed = examples(first), examples(again)
+    cut(source, range(61))
+    assert drawn_for_the_probe(source, first) < 10 < first.next
+    resumed.go_to(source.position_before(61 * LENGTH))
+    assert drawn_for_the_probe(resumed, again) < 10
+
+
 @given(before=st.integers(0, 20), after=st.integers(1, 20))
 @settings(max_examples=40)
 def test_a_position_in_a_checkpoint_is_where_another_process_goes_on(before, after):
