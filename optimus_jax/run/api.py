@@ -3,7 +3,7 @@ caller's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import optax
@@ -122,6 +122,7 @@ def training_loop(
     try:
         yield loop
     except BaseException as error:
-        run.throw(error)
+        with suppress(StopIteration):  # of a run that has ended in order, after sys.exit
+            run.throw(error)
         raise
     next(run, None)

@@ -76,14 +76,14 @@ from optimus_jax.run.program import run_program
 from optimus_jax.run.requested_config import read_resumed_config, requested_config, shared_settings
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
-from optimus_jax.run.trackers import check_trackers
+from optimus_jax.run.trackers import check_trackers, trackers_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath
 from optimus_jax.system.resilient_io import print_to_stderr
-from optimus_jax.training.callbacks import Callback, check_callbacks
+from optimus_jax.training.callbacks import Callback, Callbacks, check_callbacks
 from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
@@ -295,6 +295,7 @@ def _train(
         tried = None
         if not resume and config.parallel.axes is None:
             choice, tried = fastest_in_trials(now, topology, choice, local_cluster, run, display)
+        listening = Callbacks([*trackers_of(config.log), *callbacks], is_writer=run.writer)
         outcome, plan = yield from run_program(
             config,
             devices,
@@ -307,7 +308,7 @@ def _train(
             resumed,
             progress,
             watchdog.heartbeats if watchdog is not None else None,
-            callbacks,
+            listening,
             has_own_loop=has_own_loop,
         )
         if watchdog is not None:
@@ -318,7 +319,7 @@ def _train(
             # The others wait here: if they left, JAX would take the uploading process for lost.
             with all_or_none():
                 finish_upload(ending, outcome.reason, display)
-        return RunResult(
+        result = RunResult(
             final_loss=outcome.last_loss,
             reason=outcome.reason,
             state=outcome.state,
@@ -350,6 +351,8 @@ def _train(
     finally:
         if run is not None:
             run.close()
+    listening.leave()
+    return result
 
 
 def _check_own_loop(config: Config) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import optimus_jax
 from optimus_jax.config import Config, LogConfig
 from optimus_jax.config.request import read_config
 from optimus_jax.errors import ConfigError
+from optimus_jax.faults.stopping import ImmediateStop
 from optimus_jax.run import trackers
 from optimus_jax.run.trackers import check_trackers
 from optimus_jax.run_directory.directory import TRACKER_IDS, RunDirectory
@@ -117,10 +119,20 @@ def test_a_callback_can_stop_a_run_which_is_saved_and_goes_on(text, tmp_path):
     last = run.history[-1].step
     assert 3 <= last <= 5
     assert stopped.told[-1] == ("end", last, "interrupt")
-    again = Told()
-    resumed = optimus_jax.train(run_dir=run.run_dir, resume=True, steps=last + 1, callbacks=[again])
+
+    class Leaves(Told):
+        def on_step(self, record):
+            super().on_step(record)
+            sys.exit(3)
+
+    again = Leaves()
+    with pytest.raises(SystemExit) as left:
+        optimus_jax.train(run_dir=run.run_dir, resume=True, steps=9, callbacks=[again])
+    assert left.value.code == 3
     assert again.told[0] == ("start", last + 1)
-    assert resumed.history[-1].step == last + 1
+    assert again.told[-1] == ("end", again.steps("step")[-1], "interrupt")
+    assert again.told[-2] == ("checkpoint", again.steps("step")[-1], True)
+    RunDirectory.resume(run.run_dir).close()  # nobody else writes it
 
 
 def test_events_have_methods_of_their_own(tmp_path):
@@ -170,10 +182,34 @@ def test_what_ends_a_run_is_said_once(tmp_path):
         raise RuntimeError("it does not learn")
     assert told.told == [("start", 1), ("end", 7, "not learning")]
     told = Told()
+    with contextlib.suppress(SystemExit), Callbacks([told], is_writer=True) as callbacks:
+        callbacks.start(SimpleNamespace(first_step=1), tmp_path)
+        raise SystemExit
+    assert told.told == [("start", 1), ("end", 0, "error")]
+    told = Told()
     with contextlib.suppress(KeyboardInterrupt), Callbacks([told], is_writer=True) as callbacks:
         callbacks.start(SimpleNamespace(first_step=1), tmp_path)
         raise KeyboardInterrupt
     assert told.told == [("start", 1)], "a second Ctrl-C ends at once"
+
+
+@pytest.mark.parametrize("error", [SystemExit(4), KeyboardInterrupt(), ImmediateStop()])
+def test_a_callback_that_leaves_the_program_stops_the_run_first(error, tmp_path):
+    class Leaves(Told):
+        def on_step(self, record):
+            raise error
+
+    told, stops = Leaves(), []
+    info = SimpleNamespace(first_step=1, stop=lambda: stops.append(True))
+    callbacks = Callbacks([told], is_writer=True)
+    _, listener = callbacks.start(info, tmp_path)
+    at_once = isinstance(error, ImmediateStop)
+    with pytest.raises(ImmediateStop) if at_once else contextlib.nullcontext():
+        listener.step(SimpleNamespace(step=1))
+    assert stops == [] if at_once else [True]
+    callbacks.finish()
+    with pytest.raises(SystemExit) if error.args else contextlib.nullcontext():
+        callbacks.leave()
 
 
 @pytest.mark.parametrize(
