@@ -36,7 +36,8 @@ def parser() -> Parser:
         "--run",
         metavar="DIR",
         required=True,
-        help="directory or URL of a run; directory of a published model, or hf://ORG/NAME",
+        help="directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+        " hf://ORG/NAME",
     )
     flags.add_argument(
         "--step",

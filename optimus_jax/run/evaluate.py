@@ -44,6 +44,7 @@ from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.step import build_program
 from optimus_jax.training.tasks import NEXT_TOKEN, keeps_own_task, task_name, task_of, use_own_task
 from optimus_jax.weights.published import PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
 EXAMPLES_PER_DEVICE = 8
 """Default number of examples of a batch for each device."""
@@ -105,8 +106,8 @@ def evaluate(
     training step without Adam's moments.
 
     Args:
-      model: directory or URL of a run, or DIR@STEP; directory of a published model, or
-        hf://ORG/NAME.
+      model: directory or URL of a run, or DIR@STEP; directory of a published model or of PEFT's
+        adapters, or hf://ORG/NAME.
       data: what to measure on, all of it: paths or items, as `train` takes them; None: what the run
         holds out, if its data was named by paths.
       step: step of the run's checkpoint; None: the newest good one.
@@ -128,7 +129,9 @@ def evaluate(
                 do="give records by number, such as a list, or paths",
             )
         )
-    source = _at_step(parameter_source(str(model)), step)
+    adapters = PublishedAdapters.parse(str(model), what=RUN)
+    source = parameter_source(str(model)) if adapters is None else adapters.published_base()
+    source = _at_step(source, step)
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=say)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
@@ -172,7 +175,7 @@ def evaluate(
         )
     if LENGTH in overrides:  # a run's evaluations may have another length than its examples
         overrides = {EVAL_LENGTH: overrides[LENGTH], **overrides}
-    asked = given | overrides | {"init_from": str(source)}
+    asked = given | overrides | {"init_from": str(adapters or source)}
     config = requested_config(None, base, None, False, asked, False)
     if data is not None and config.data.mixture:
         raise ConfigError(
