@@ -52,8 +52,9 @@ def train(
       task: name of what is learnt, such as classification; or a Task (training/task.py), with a
         loss of its own. A resumed run needs the object again.
       callbacks: are told what the run does (training/callbacks.py).
-      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`) or, in a dict, by dotted
-        name (`**{"optimizer.beta2": 0.99}`), which accepts text as `--set` does. Equivalent names
+      overrides: settings by short name (`mesh="data=2,fsdp=4"`, also as a dict or AxisSizes,
+        `lr=1e-3`) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
+        as `--set` does. Equivalent names
         of other frameworks (`learning_rate`, `max_steps`, `output_dir`) are accepted with a note
         (config/aliases.py).
     Raises:

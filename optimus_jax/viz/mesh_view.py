@@ -7,7 +7,7 @@ parameter of the model is sharded.
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,18 @@ class MeshView:
 
 
 def show_mesh(
-    mesh: str, *, model: str | ModelConfig, cluster: str | None = None, **overrides: Any
+    mesh: str | AxisSizes | Mapping[str, int],
+    *,
+    model: str | ModelConfig,
+    cluster: str | None = None,
+    **overrides: Any,
 ) -> MeshView:
     """How a mesh lays a model out: devices, axes and the sharding of every parameter.
 
     Nothing is trained or allocated, and the devices need not exist.
 
     Args:
-      mesh: sizes of the axes, such as `data=2,fsdp=4`.
+      mesh: sizes of the axes, such as `data=2,fsdp=4`; or as a dict or AxisSizes.
       model: name of a preset, the directory of a published model, or ORG/NAME on the hub; or a
         ModelConfig.
       cluster: `h100:8x8` (hosts x devices); None: the devices of this process if there are as many
