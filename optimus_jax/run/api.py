@@ -18,7 +18,7 @@ from optimus_jax.training.task import Task
 
 
 def train(
-    model: str | ModelConfig | None = None,
+    model: UserPath | ModelConfig | None = None,
     *,
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
@@ -81,7 +81,7 @@ def train(
 
 @contextmanager
 def training_loop(
-    model: str | ModelConfig | None = None,
+    model: UserPath | ModelConfig | None = None,
     *,
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,

@@ -1,13 +1,11 @@
 """What `train` is given as objects and not by name: records, an optimizer, and a task."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optax
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.request import dotted
 from optimus_jax.data.given import RandomAccess, check_records, is_paths
@@ -48,22 +46,6 @@ class PythonObjects:
         """Raise ConfigError if the optimizer cannot be used in every layout. Uses the devices."""
         if self.optimizer is not None:
             check_elementwise(self.optimizer)
-
-
-def checked_model(model: object) -> str | ModelConfig | None:
-    """A model as settings name it. Raises ConfigError for what is none."""
-    if model is None or isinstance(model, str | ModelConfig):
-        return model
-    if isinstance(model, os.PathLike):
-        return os.fspath(model)
-    raise ConfigError(
-        explain(
-            "a model is the name of a preset, a directory, ORG/NAME on the hub, or a ModelConfig",
-            given=f"a {type(model).__name__}",
-            do="give one of these; layers of your own are a row of FAMILIES or BLOCKS, which a"
-            " ModelConfig names (docs/howto/own_block.md)",
-        )
-    )
 
 
 def with_objects(

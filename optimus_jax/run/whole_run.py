@@ -61,7 +61,7 @@ from optimus_jax.run.first_plan import (
     is_same_layout,
     plan_of_run,
 )
-from optimus_jax.run.in_python import GivenData, PythonObjects, checked_model, with_objects
+from optimus_jax.run.in_python import GivenData, PythonObjects, with_objects
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.open_directory import (
     finish_upload,
@@ -90,6 +90,7 @@ from optimus_jax.training.step import build_program
 from optimus_jax.training.task import Task
 from optimus_jax.training.trainer import Reason
 from optimus_jax.version import VERSION
+from optimus_jax.weights.published import checked_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ class RunResult:
 
 
 def run_whole(
-    model: str | ModelConfig | None,
+    model: UserPath | ModelConfig | None,
     *,
     config: Config | UserPath | None,
     run_dir: UserPath | None,
@@ -132,9 +133,9 @@ def run_whole(
     after that; otherwise it yields nothing.
     """
     check_callbacks(callbacks)
-    model = checked_model(model)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
+    begun_with = None if model is None else checked_model(model)
     overrides, objects = with_objects(overrides, data, optimizer, task)
     objects.install()
     is_auto = resume == "auto"
@@ -144,7 +145,7 @@ def run_whole(
     )
     if stored is not None:
         stored.fetch(print_to_stderr) if resume else stored.check_free()
-    config = requested_config(model, config, run_dir, resume, overrides, is_auto)
+    config = requested_config(begun_with, config, run_dir, resume, overrides, is_auto)
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(

@@ -24,7 +24,9 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.api import config_for
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import planned_shapes
+from optimus_jax.weights.published import checked_model
 from optimus_jax.weights.published_adapters import model_with_adapters
 
 BYTES = 4
@@ -61,7 +63,7 @@ class MeshView:
 def show_mesh(
     mesh: str | AxisSizes | Mapping[str, int],
     *,
-    model: str | ModelConfig,
+    model: UserPath | ModelConfig,
     cluster: str | None = None,
     **overrides: Any,
 ) -> MeshView:
@@ -79,12 +81,12 @@ def show_mesh(
     Raises:
       OptimusError: a name is unknown, or the model cannot be laid out like this.
     """
-    settings = dotted({"mesh": mesh, **overrides})
+    settings, named = dotted({"mesh": mesh, **overrides}), checked_model(model)
     described = None if cluster is None else Cluster.parse(cluster)
     config = (
-        make_config(model_with_adapters(model), settings)
+        make_config(model_with_adapters(named), settings)
         if described is None
-        else config_for(model, described, settings)
+        else config_for(named, described, settings)
     )
     axes = config.parallel.axes
     if axes is None:
