@@ -23,7 +23,7 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.given import given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.errors import OptimusError, PlanError, explain, first_line
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
@@ -44,7 +44,7 @@ from optimus_jax.run.step_profiler import StepProfiler
 from optimus_jax.run.stored_config import describe_changes
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.command import typed_command
-from optimus_jax.training.callbacks import Callbacks, RunInfo
+from optimus_jax.training.callbacks import ERROR, Callbacks, RunInfo
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
@@ -257,10 +257,13 @@ def run_program(
                     progress.begin("end")
                     if (director := controller or changes) is not None:
                         director.close()
-        except Exception:
+        except Exception as error:
             with suppress(OptimusError):  # the first error says more
                 checkpoints.close()
             exports.finish(progress, is_wanted=False)
+            if not callbacks.has_ended:
+                why = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+                run.log_event("end", callbacks.last_step, reason=ERROR, why=why)
             raise
         # A KeyboardInterrupt skips this: a second Ctrl-C does not wait for a save in progress.
         checkpoints.close()

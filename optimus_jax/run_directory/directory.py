@@ -48,7 +48,7 @@ from optimus_jax.run_directory.files import (
     unfinished,
 )
 from optimus_jax.run_directory.listeners import RunListener
-from optimus_jax.run_directory.lock import RunLock
+from optimus_jax.run_directory.lock import RunLock, is_held
 from optimus_jax.run_directory.step_record import StepRecord, record_of, values_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import local_path
@@ -265,6 +265,11 @@ class RunDirectory:
     def is_begun(self) -> bool:
         """Whether there is a config, so that the run can be resumed."""
         return self._config.exists()
+
+    @property
+    def has_writer(self) -> bool | None:
+        """Whether a process writes the run now; None: it cannot be known from here."""
+        return is_held(self.path / LOCK)
 
     @property
     def checkpoints(self) -> Path:

@@ -148,7 +148,7 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback], *, is_writer: bool) -> None:
         self._given = [each for each in callbacks if is_writer or each.in_every_process]
         self._started: list[Callback] = []
-        self._last_step, self._reason = 0, ERROR
+        self._last_step, self._reason, self._has_ended = 0, ERROR, False
         self._run: RunInfo | None = None
         self._exit: SystemExit | None = None
         """With what a callback wants to leave the program."""
@@ -182,6 +182,17 @@ class Callbacks:
         """As `RunListener`."""
         if event["event"] == "end":
             self._last_step, self._reason = event["step"], event["reason"]
+            self._has_ended = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of the run was logged."""
+        return self._has_ended
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that was recorded, or that the run began after."""
+        return self._last_step
 
     def _leave(self, error: SystemExit | KeyboardInterrupt) -> None:
         if isinstance(error, SystemExit) and self._exit is None:

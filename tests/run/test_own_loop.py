@@ -138,7 +138,8 @@ def test_an_error_in_the_loop_costs_no_step(text, tmp_path):
     with pytest.raises(ZeroDivisionError):
         learn(text, run, fail, steps=4, callbacks=[told])
     assert told.ended == (2, "error")
-    assert not events(run, "end")
+    (end,) = events(run, "end")
+    assert (end["step"], end["reason"], end["why"]) == (2, "error", "ZeroDivisionError")
     with optimus_jax.training_loop(run_dir=run, resume=True, progress="none") as loop:
         assert loop.steps_done == 2, "the state was saved"
 
