@@ -4,8 +4,10 @@ import contextlib
 import json
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -237,6 +239,40 @@ def test_tensorboard_has_the_values_that_are_known(text, tmp_path):
     }
 
 
+def decide(run_dir):
+    """What a controller would have logged at the end of a start."""
+    run = RunDirectory.resume(run_dir)
+    run.log_event("decision", 2, action="stay", why="it is fast enough")
+    run.close()
+
+
+def test_trackers_have_decisions_and_the_report_also_of_a_run_that_is_killed(tmp_path, monkeypatch):
+    told = mock.MagicMock()
+    monkeypatch.setattr(trackers, "run_report", lambda run_dir: "<html>")
+    run = RunDirectory.create(tmp_path / "run", "gpt2-nano")
+    run.log_event("decision", 1, action="switch", layout="data=2", why="earlier")
+    event = {"event": "decision", "step": 4, "action": "stay", "why": "because"}
+
+    wandb = trackers.WeightsAndBiases()
+    wandb._wandb, wandb._run, wandb._run_dir = told, told.run, run.path
+    wandb.on_decision(event)
+    said = {"decision/action": "stay", "decision/why": "because"}
+    told.run.log.assert_called_with({"step": 4, **said})
+    wandb.on_end(4, "done")
+    told.Table.assert_called_with(columns=mock.ANY, data=[[1, "switch", "data=2", "earlier"]])
+    assert told.Artifact().add_file.call_args.args[0].endswith("report.html")
+    told.run.log_artifact.assert_called_with(told.Artifact())
+
+    mlflow = trackers.MLflow()
+    mlflow._client, mlflow._id, mlflow._run_dir, mlflow._sent = told.client, "1", run.path, None
+    mlflow.on_decision(event)
+    told.client.set_tag.assert_called_with("1", "decision.4", "stay: because")
+    mlflow.on_end(4, "done")
+    assert json.loads(told.client.log_text.call_args.args[1])["why"] == "earlier"
+    assert told.client.log_artifact.call_args.args[1].endswith("report.html")
+    run.close()
+
+
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeypatch, capfd):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -245,6 +281,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     options = {"log": "mlflow", "log.project": "tests"}
     train(text, tmp_path / "run", steps=2, **options)
+    decide(tmp_path / "run")
     optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=4)
     client = mlflow.MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
@@ -256,7 +293,12 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeyp
         [each.value for each in sorted(losses, key=lambda each: each.step)],
         [record.loss for record in RunDirectory(tmp_path / "run").metrics()],
     )
-    assert [each.path for each in client.list_artifacts(found.info.run_id)] == ["report.html"]
+    assert (found.data.params["steps"], found.data.tags["resumed.steps"]) == ("2", "4")
+    assert "resumed.optimizer.beta2" not in found.data.tags
+    files = {each.path for each in client.list_artifacts(found.info.run_id)}
+    assert files == {"decisions.jsonl", "report.html"}
+    path = client.download_artifacts(found.info.run_id, "decisions.jsonl", str(tmp_path))
+    assert "it is fast enough" in Path(path).read_text()
     assert "has failed" not in capfd.readouterr().err
 
 
@@ -266,12 +308,17 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypa
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     train(text, tmp_path / "run", steps=2, log="wandb")
     known = json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"]
+    decide(tmp_path / "run")
     optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3)
     assert json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"] == known
     folders = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{known}"))
     assert len(folders) == 2, "each start of a process writes a folder of the same run"
     assert all(list(folder.glob("*.wandb")) for folder in folders)
-    assert "has failed" not in capfd.readouterr().err
+    [table] = (tmp_path / "run" / "wandb").glob("offline-*/files/media/table/decisions*.table.json")
+    assert "it is fast enough" in table.read_text()
+    shown = capfd.readouterr().err
+    assert "has failed" not in shown
+    assert "trackers get no report" not in shown
 
 
 def test_a_tracker_without_its_package_names_what_to_install(monkeypatch):
