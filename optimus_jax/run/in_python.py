@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import optax
 
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.request import dotted
-from optimus_jax.data.given import RandomAccess, check_records, is_paths
+from optimus_jax.data.given import RandomAccess, check_paths, check_records, is_paths
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.own_optimizer import (
@@ -64,6 +64,7 @@ def with_objects(
     """
     given, records = dict(overrides), None
     if data is not None and is_paths(data):
+        check_paths(cast(UserPath | Sequence[UserPath], data))
         given["data"] = data
     elif data is not None:
         records = check_records(data)
