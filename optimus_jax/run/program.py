@@ -222,7 +222,8 @@ def run_program(
             first_step=first_step + 1,
             stop=stop.request,
         )
-        run.listeners += [display, *callbacks.start(started, run.checkpoints)]
+        run.listeners.append(display)
+        run.listen(callbacks.start(started, run.checkpoints))
         trainer = Trainer(
             program=program,
             train_step=step.train_step,

@@ -21,7 +21,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +112,8 @@ class RunDirectory:
         """Content of the files without which the run could not be resumed."""
         self.listeners: list[RunListener] = []
         """Are told of every step and event."""
+        self._early: list[Mapping[str, Any]] | None = []
+        """Events from before the first `listen`."""
         self._lock: RunLock | None = None
         self._is_new = self._is_made_here = False
 
@@ -419,8 +421,20 @@ class RunDirectory:
         values = {"event": event, "step": step, "time_s": time.time(), **fields}
         if self.writer:
             self._append(self._events, values)
+        if self._early is not None:
+            self._early.append(values)
         for listener in self.listeners:
             listener.event(values)
+
+    def listen(self, listeners: Sequence[RunListener]) -> None:
+        """Tell some listeners the events that this process has logged, and what it records from now
+        on.
+        """
+        early, self._early = self._early, None
+        for event in early or ():
+            for listener in listeners:
+                listener.event(event)
+        self.listeners += listeners
 
     def check(self) -> None:
         """Raise `failure` if there is one, or an error if lines still cannot be written."""

@@ -73,8 +73,9 @@ class Callback:
         """The run has moved to another plan, or back: the event `remesh` or `rollback`."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Any event, as it stands in events.jsonl; also those of the methods above. The reference
-        page about the run directory lists them with their fields.
+        """Any event, as it stands in events.jsonl; also those of the methods above. Those from
+        before the first step, such as `start` and `plan`, come after `on_start`. The reference page
+        about the run directory lists them with their fields.
         """
 
     def on_end(self, step: int, reason: str) -> None:
@@ -154,8 +155,8 @@ class Callbacks:
         """With what a callback wants to leave the program."""
 
     def start(self, run: RunInfo, checkpoints: Path) -> list[RunListener]:
-        """Tell them that the first step is about to begin; returns what is to listen to the run
-        from now on. One that fails here is told nothing more.
+        """Tell them that the first step is about to begin; returns what is to listen to the run.
+        One that fails here is told nothing more.
 
         Args:
           checkpoints: directory of the run's checkpoints.

@@ -56,6 +56,9 @@ class Told(Callback):
     def on_checkpoint(self, step, path):
         self.told.append(("checkpoint", step, path.is_dir()))
 
+    def on_event(self, event):
+        self.events = [*getattr(self, "events", []), event["event"]]
+
     def on_end(self, step, reason):
         self.told.append(("end", step, reason))
 
@@ -100,6 +103,8 @@ def test_a_callback_is_told_what_the_run_records(text, tmp_path, capfd):
         each["loss"] for each in RunDirectory(run.run_dir).events() if each["event"] == "eval"
     ]
     assert told.loss == losses[-1]
+    assert told.events == [each["event"] for each in RunDirectory(run.run_dir).events()]
+    assert told.events[:3] == ["start", "plan", "compile"]
     assert told.run.plan == run.plan
     assert told.run.config.model.embed_dim == 32
     shown = capfd.readouterr().err
