@@ -45,7 +45,8 @@ def train(
       data: a path or a list of paths, as `--data` takes them; or a list of records or of token ids,
         or an object with len() and [number] that has these, such as a datasets.Dataset. It is read
         once, and kept as tokens in memory. Or an iterator of these with a state, such as grain's,
-        read while the run trains (data/iterated.py). A resumed run needs the object again.
+        read while the run trains (data/iterated.py), and put back at the end. A resumed run
+        needs the object again.
       optimizer: name of an optimizer, or a transformation of optax with its learning rate, such as
         `optax.lion(1e-4)`. It must do the same to an element whatever the others are. A resumed
         run needs it again.

@@ -250,6 +250,11 @@ class Inputs:
         if isinstance(train, IteratedExamples) and position and before == train.digest:
             train.go_to(position)
 
+    def put_back(self) -> None:
+        """After the run, put the data's iterator back to where it was given, if it is one."""
+        if isinstance(self.data.train, IteratedExamples):
+            self.data.train.put_back()
+
     def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
         """This process's rows of the batches of the phase that contains the step after `step`.
 

@@ -204,6 +204,7 @@ def _train(
         None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes
     )
     run: RunDirectory | None = None
+    inputs: Inputs | None = None
     mirror: Mirror | None = None
     try:
         has_left_cache = disable_compilation_cache_on_cpu()
@@ -350,6 +351,8 @@ def _train(
             raise fault from error
         raise
     finally:
+        if inputs is not None:
+            inputs.put_back()
         if run is not None:
             run.close()
     listening.leave()

@@ -213,6 +213,29 @@ def test_a_state_that_does_not_bring_back_the_same_documents_is_refused():
         examples(Texts()).go_to(position | {"state": {}})
 
 
+def of_datasets():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=3)
+
+
+@pytest.mark.parametrize("make", [Texts, of_grain, of_datasets])
+def test_an_iterator_that_is_put_back_can_be_given_again(make):
+    items = make()
+    source = examples(items)
+    cut(source, range(12))
+    source.put_back()
+    with pytest.raises(DataError, match="has ended"):
+        cut(source, [40])  # it reads nothing more
+    again = examples(items)
+    assert again.digest == source.digest
+    np.testing.assert_array_equal(cut(again, [7, 0]), windows([7, 0]))
+    again.put_back()
+    moved = iter(items)
+    next(moved)
+    if make is not of_datasets:  # whose iteration always begins at the state that was set
+        assert examples(items).digest != source.digest
+
+
 def test_an_iterator_that_was_moved_is_another_one():
     moved = of_grain()
     next(moved)

@@ -73,15 +73,20 @@ def of_grain():
 
 def test_an_iterator_goes_on_where_a_checkpoint_left_it(tmp_path):
     settings = {"steps": 6, "checkpoint.every": 2, "optimizer.decay_steps": 6, **OPTIONS}
-    whole = optimus_jax.train("gpt2-nano", data=of_grain(), run_dir=tmp_path / "a", **settings)
+    data = of_grain()  # a run puts it back
+    whole = optimus_jax.train("gpt2-nano", data=data, run_dir=tmp_path / "a", **settings)
     run = {"run_dir": tmp_path / "b"}
-    optimus_jax.train("gpt2-nano", data=of_grain(), **run, **settings | {"steps": 3})
+    optimus_jax.train("gpt2-nano", data=data, **run, **settings | {"steps": 3})
     again = {"resume": True, "steps": 6, "progress": "none"}
     with pytest.raises(ConfigError, match=r"data\.sources is an object"):
         optimus_jax.train(**run, **again)
     with pytest.raises(DataError, match="not what this run was trained on"):
         optimus_jax.train(data=RECORDS, **run, **again)
-    after = optimus_jax.train(data=of_grain(), mesh="data=8", **run, **again)
+    moved = of_grain()
+    next(moved)
+    with pytest.raises(DataError, match="if it was read before, make a new one"):
+        optimus_jax.train(data=moved, **run, **again)
+    after = optimus_jax.train(data=data, mesh="data=8", **run, **again)
     assert_close(losses(after), losses(whole), F32_RELATIVE)
     with pytest.raises(DataError, match="has to have an end"):
         optimus_jax.evaluate(tmp_path / "a", data=of_grain(), say=lambda text: None)
