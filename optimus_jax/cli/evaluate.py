@@ -115,7 +115,7 @@ def main() -> None:
                 data=given["data"],
                 step=given["step"],
                 examples=given["examples"],
-                say=print_to_stderr,
+                warn=print_to_stderr,
                 **overrides,
             )
         except Exception as error:

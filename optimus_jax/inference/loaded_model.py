@@ -164,7 +164,7 @@ class LoadedModel:
         """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its
         parameters are read again, for the mesh, so that the devices need room for them twice.
         """
-        settings.setdefault("say", self.warn)
+        settings.setdefault("warn", self.warn)
         return evaluate(self.source, step=self.step, **settings)
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:

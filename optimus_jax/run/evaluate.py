@@ -99,7 +99,7 @@ def evaluate(
     data: GivenData | None = None,
     step: int | None = None,
     examples: int | None = None,
-    say: Callable[[str], object] = warnings.warn,
+    warn: Callable[[str], object] = warnings.warn,
     **overrides: Any,
 ) -> EvaluationResult:
     """Measure the loss and the metrics of a model's task. A plan for it must have room for a
@@ -112,7 +112,7 @@ def evaluate(
         holds out, if its data was named by paths.
       step: step of the run's checkpoint; None: the newest good one.
       examples: most examples, the first ones; None: all.
-      say: called with messages about the parameters, by process 0 once processes are connected.
+      warn: called with messages about the parameters, by process 0 once processes are connected.
       overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
         `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task.
     Raises:
@@ -133,7 +133,7 @@ def evaluate(
     source = parameter_source(str(model)) if adapters is None else adapters.published_base()
     source = _at_step(source, step)
     if isinstance(source, RunSource):
-        run = open_run(source.named, checkpoint="none", say=say)
+        run = open_run(source.named, checkpoint="none", say=warn)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
         if base.task == IN_PYTHON and TASK not in overrides:
             raise ConfigError(
@@ -208,7 +208,7 @@ def evaluate(
             config,
             run if data is None else None,
             objects.records,
-            say,
+            warn,
             has_batch="data.global_batch" in overrides,
         )
 

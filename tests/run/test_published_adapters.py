@@ -95,7 +95,7 @@ def test_a_run_has_the_loss_of_peft_and_goes_on(peft_model, adapters, llama, wor
     assert ours.history[0].loss != pytest.approx(plain.history[0].loss, rel=1e-3)
     measured = [
         optimus_jax.evaluate(
-            model, data=words, examples=8, mesh="data=8", seq_len=16, say=lambda text: None
+            model, data=words, examples=8, mesh="data=8", seq_len=16, warn=lambda text: None
         ).loss
         for model in (tmp_path / "merged", theirs)
     ]
