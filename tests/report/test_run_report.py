@@ -276,7 +276,7 @@ def test_the_page_shows_known_and_unknown_values(shown):
     for words in (
         LAST_WHY,
         "data=8 saves half of every step",
-        "no end is recorded",
+        "under way",
         "60 of 80",
         "the canary was slower than promised",
         "training paused for 484 ms",
