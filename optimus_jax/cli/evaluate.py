@@ -36,7 +36,8 @@ def parser() -> Parser:
         "--run",
         metavar="DIR",
         required=True,
-        help="directory or URL of a run; directory of a published model, or hf://ORG/NAME",
+        help="directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+        " hf://ORG/NAME",
     )
     flags.add_argument(
         "--step",
@@ -114,7 +115,7 @@ def main() -> None:
                 data=given["data"],
                 step=given["step"],
                 examples=given["examples"],
-                say=print_to_stderr,
+                warn=print_to_stderr,
                 **overrides,
             )
         except Exception as error:

@@ -70,7 +70,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--tokens",
         metavar="N",
-        help="show what training on so many takes: 15T, 300B (default: not shown)",
+        help="show what training on so many takes: 15T, 300B; the last of --phases has what the"
+        " others leave (default: not shown)",
     )
     flags.add_argument(
         "--price",
@@ -332,9 +333,27 @@ def training_costs(given: dict) -> "Callable[[PlanSearch], TrainingCost | None]"
             return None
         cluster = found.cluster
         prediction = found.plans[0].prediction
-        return TrainingCost.of(num_tokens, prediction, cluster, price_of(prices, cluster))
+        return TrainingCost.of(
+            num_tokens,
+            prediction,
+            cluster,
+            price_of(prices, cluster),
+            later=later_rates(found),
+        )
 
     return of
+
+
+def later_rates(found: "PlanSearch") -> list[tuple[float, float]]:
+    """Of each later phase, the tokens before it and its tokens per second."""
+    from optimus_jax.config.phases import phases_of
+
+    rates, tokens = [], 0.0
+    for before, later in zip(phases_of(found.config), found.later, strict=False):
+        steps = later.phase.steps_before - before.steps_before
+        tokens += steps * before.global_batch * before.seq_len
+        rates.append((tokens, later.tokens_per_s))
+    return rates
 
 
 def main() -> None:

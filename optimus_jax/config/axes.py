@@ -5,10 +5,12 @@ split over it.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from optimus_jax.config.aliases import AXIS_OF
-from optimus_jax.errors import PlanError, explain, nearest
+from optimus_jax.config.settings import shown
+from optimus_jax.errors import ConfigError, PlanError, explain, nearest
 
 PIPE, DATA, FSDP, TENSOR = "pipe", "data", "fsdp", "tensor"
 """The axes that the package's rules and programs name."""
@@ -87,6 +89,29 @@ class AxisSizes:
 
 MESH_AXES = tuple(field.name for field in fields(AxisSizes))
 """Names of all mesh axes, in their order."""
+
+
+def mesh_text(mesh: object) -> str:
+    """A mesh as `--mesh` takes it: that text, AxisSizes, or a dict of sizes by axis.
+
+    Raises ConfigError for anything else, such as a Mesh of JAX.
+    """
+    if isinstance(mesh, str):
+        return mesh
+    if isinstance(mesh, AxisSizes):
+        return str(mesh)
+    if isinstance(mesh, Mapping) and mesh:
+        return ",".join(f"{name}={size}" for name, size in mesh.items())
+    is_of_jax = hasattr(mesh, "axis_names")
+    raise ConfigError(
+        explain(
+            "a mesh is given by the sizes of its axes"
+            + (": a run makes the Mesh of JAX itself" if is_of_jax else ""),
+            given=f"mesh={shown(mesh, quoted=True)} ({type(mesh).__name__})",
+            do='give "auto", "data=2,fsdp=4", {"data": 2, "fsdp": 4}, or'
+            f" AxisSizes(data=2, fsdp=4); axes: {', '.join(MESH_AXES)}",
+        )
+    )
 
 
 def check_devices(axes: AxisSizes, num_devices: int) -> None:

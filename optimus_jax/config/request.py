@@ -18,6 +18,7 @@ from optimus_jax.config.aliases import (
     meant_by_last_part,
     word,
 )
+from optimus_jax.config.axes import mesh_text
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.published_config import WHAT, published_kind
 from optimus_jax.config.recipes import recipe_settings
@@ -303,6 +304,8 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
             # only in the text of --set does a comma separate paths; a string given in Python is one
             # path
             value = (value,)
+        if target == SHORT_NAMES["mesh"]:
+            value = mesh_text(value)
         if (advice := advice_for_value(target, value)) is not None:
             raise ConfigError(explain(f"unknown value for {target}", given=typed, do=advice))
         if target in found and not _same(found[target][0], value):

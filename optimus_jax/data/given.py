@@ -1,27 +1,32 @@
 """Data that a program gives as an object: records, or token ids, by number or in turn."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from optimus_jax.config.in_python import IN_PYTHON
+from optimus_jax.config.settings import shown
 from optimus_jax.data.formats import SourceFile
 from optimus_jax.data.iterated import has_state
 from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.records import without_nulls
+from optimus_jax.data.refused import TEXTS_AS_RECORDS
 from optimus_jax.data.skipped_input import SkippedInput
 from optimus_jax.data.token_ids import token_dtype
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.data.tokens import TokenStream
 from optimus_jax.errors import DataError, explain
+from optimus_jax.system.paths import UserPath
 
 NAME = "the data given in Python"
 """Of such data, in messages."""
 INPUT_IDS = "input_ids"
 """Field of a record with its token ids, as tokenizers of transformers name it."""
+MAX_NAME_CHARS = 255
+"""Most characters of a name in a path."""
 GIVE_RECORDS = (
     "give a list of records such as {'text': '...'} or of lists of token ids, or an object with"
     " len() and [number] that has these, such as a datasets.Dataset; or an iterator of them with a"
@@ -54,6 +59,20 @@ def is_paths(data: object) -> bool:
     )
 
 
+def check_paths(data: UserPath | Sequence[UserPath]) -> None:
+    """Raise DataError if a path is a text itself: it has several lines, or no name is that long."""
+    for item in [data] if isinstance(data, str | os.PathLike) else data:
+        path = str(item)
+        if "\n" in path or max(map(len, path.split("/"))) > MAX_NAME_CHARS:
+            raise DataError(
+                explain(
+                    "data= names paths, and a text is none",
+                    given=shown(path[:100], quoted=True),
+                    do=TEXTS_AS_RECORDS,
+                )
+            )
+
+
 def check_records(data: object) -> RandomAccess | Iterable[Any]:
     """Data that is no paths. Raises DataError unless it has items by number, and the first of them
     can be read; or is an iterator with a state.
@@ -77,7 +96,7 @@ def check_records(data: object) -> RandomAccess | Iterable[Any]:
             explain(
                 "data must be paths, items by number, or an iterator with a state",
                 given=f"a {type(data).__name__}, which {wrong}",
-                do=GIVE_RECORDS,
+                do=_advice(data) or GIVE_RECORDS,
             )
         )
     assert isinstance(data, RandomAccess)
@@ -105,8 +124,32 @@ def read_given(
     """
     source = _source(text_field, skip_bad_lines, skipped_input, records)
     for number in range(len(data)):
-        if document := _document(source, data[number], number + 1):
+        if document := _document(source, _item(data, number), number + 1):
             yield document
+
+
+def _item(data: RandomAccess, number: int) -> Any:
+    """Item `number`, from 0. Raises DataError if there is none."""
+    try:
+        return data[number]
+    except LookupError as error:
+        raise DataError(
+            explain(
+                f"{NAME} has no item {number}, counted from 0",
+                given=f"a {type(data).__name__} of {len(data):,} items:"
+                f" {type(error).__name__}: {error}",
+                do=_advice(data) or GIVE_RECORDS,
+            )
+        ) from error
+
+
+def _advice(data: object) -> str | None:
+    """What to give in place of an object of pandas, whose numbers are labels; None: it is none."""
+    if not hasattr(data, "reset_index"):
+        return None
+    if hasattr(data, "tolist"):
+        return "give data.tolist(), or data.reset_index(drop=True): its index has gaps"
+    return "give its rows: data.to_dict('records')"
 
 
 def _source(
@@ -148,7 +191,7 @@ def tokens_given(data: RandomAccess, text_field: str, tokenizer: Tokenizer) -> T
     dtype, end = token_dtype(tokenizer.vocab_size), [tokenizer.eos]
     parts = []
     for number in range(len(data)):
-        ids = _ids_of(data[number], text_field)
+        ids = _ids_of(_item(data, number), text_field)
         if ids is None:
             raise _bad_ids(number, "no token ids, as the first item has", tokenizer)
         wrong = (ids < 0) | (ids >= tokenizer.vocab_size)

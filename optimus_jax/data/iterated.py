@@ -14,9 +14,11 @@ import hashlib
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -37,6 +39,11 @@ MAX_EMPTY = 100_000
 """Items in a row without a token, from which on the iterator holds no text."""
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 """Names of what reads and writes the state: of grain's iterators, and of PyTorch's loaders."""
+_PUT_BACK: MutableMapping[Any, tuple[Any, Any]] = WeakKeyDictionary()
+"""Iterables that were put back -> the state that they still say they have, as an IterableDataset of
+`datasets` does until it gives an item, and the one that they begin from."""
+MAKE_NEW = "if it was read before, make a new one"
+"""Advice for an iterator that does not begin where it did."""
 Position = dict[str, Any]
 """JSON values: `state`, `token` (number of the first token after the state), `skip` (tokens to
 leave out) and `skipped` (their digest)."""
@@ -66,7 +73,8 @@ class IteratedExamples:
     name: str
     """Where it comes from, for messages."""
     items: Iterable[Any]
-    """The iterator, or what makes one. It is moved; nobody else may use it."""
+    """The iterator, or what makes one. It is moved, and nobody else may use it until
+    `put_back`."""
     tokens_of: Callable[[Any, int], np.ndarray]
     """(item, its number) -> ids of the document, its end included, uint16 or uint32 [N]. Empty: the
     item is left out."""
@@ -92,7 +100,7 @@ class IteratedExamples:
         methods = _methods_of(self.items)
         assert methods is not None
         self._read_state, self._write_state = methods
-        self._states.append((0, self._state()))
+        self._states.append((0, self._first_state()))
         self._iterator = self._begun()
         drawn = []
         for _ in range(2):
@@ -172,10 +180,30 @@ class IteratedExamples:
             if _digest(self._joined()[: token - after]) != position["skipped"]:
                 raise self._inexact("where a checkpoint left it")
 
+    def put_back(self) -> None:
+        """Put the iterator back to where it was when it was given, so that another run can begin
+        with it. This source gives nothing any more.
+        """
+        with self._lock, suppress(Exception):  # one that cannot be put back has to be made again
+            first = self._states[0][1]
+            del self._states[1:]
+            self._seek(0)
+            self._iterator = iter(())  # batches may still be made ahead
+            if (seen := self._state()) != first:
+                _PUT_BACK[self.items] = seen, first
+
+    def _first_state(self) -> Any:
+        """The state from which its documents begin."""
+        state, put_back = self._state(), None
+        with suppress(TypeError):  # it cannot be a key
+            put_back = _PUT_BACK.get(self.items)
+        return put_back[1] if put_back is not None and put_back[0] == state else state
+
     def _reach(self, first: int, past: int) -> None:
         """Have tokens `first` to `past` - 1. Of those before them, only what comes after the last
-        state is kept."""
-        if first < self._first:
+        state is kept; what lies between two states is not drawn again to get there."""
+        after, _ = self._state_before(first)
+        if first < self._first or after > self._end:
             self._seek(first)
         while self._end < past:
             self._draw()
@@ -258,7 +286,7 @@ class IteratedExamples:
                 f"the state of {self.name} does not bring back the same documents",
                 given=f"other ones {where}, from a {type(self.items).__name__}",
                 do="give an iterator whose state holds all that its order depends on; of a shuffle"
-                " buffer it does not: shuffle before",
+                f" buffer it does not: shuffle before; {MAKE_NEW}",
             )
         )
 

@@ -11,6 +11,8 @@ from optimus_jax.data.file_kinds import head_of, kind_of_file, non_text_kind
 from optimus_jax.data.formats import SUFFIXES, has_format
 from optimus_jax.errors import DataError, explain
 
+TEXTS_AS_RECORDS = "texts themselves are given in Python as records: [{'text': '...'}, ...]"
+"""Advice for a text in place of a path."""
 _SPECIAL = {
     stat.S_IFIFO: "a named pipe, which can be read only once",
     stat.S_IFSOCK: "a socket",
@@ -121,6 +123,7 @@ def no_match_error(source: str) -> DataError:
             do=(
                 "check the path; for all files of a folder give the folder, "
                 "or a glob such as 'FOLDER/**/*.txt'"
+                + ("" if path.suffix and " " not in source else f"; {TEXTS_AS_RECORDS}")
             ),
         )
     )

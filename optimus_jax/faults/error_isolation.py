@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
+from optimus_jax.faults.stopping import ImmediateStop
 from optimus_jax.system.resilient_io import flush_with_timeout
 
 T = TypeVar("T")
 
 
-def isolate_errors(target: T, name: str) -> T:
+def isolate_errors(
+    target: T, name: str, *, leaves: Callable[[SystemExit | KeyboardInterrupt], None] | None = None
+) -> T:
     """A proxy of `target` whose methods never raise an Exception: a method that fails is reported
     on standard error once, and not called again.
 
@@ -16,8 +19,10 @@ def isolate_errors(target: T, name: str) -> T:
 
     Args:
       name: name of the object, for messages.
+      leaves: is called when a method calls sys.exit or raises KeyboardInterrupt, in place of ending
+        the program there; None: it does end there. A second Ctrl-C always does.
     """
-    return cast(T, _ErrorIsolation(target, name))
+    return cast(T, _ErrorIsolation(target, name, leaves))
 
 
 def report_disabled(name: str, what: str, error: Exception) -> None:
@@ -29,8 +34,13 @@ def report_disabled(name: str, what: str, error: Exception) -> None:
 
 
 class _ErrorIsolation:
-    def __init__(self, target: Any, name: str) -> None:
-        self._target, self._name = target, name
+    def __init__(
+        self,
+        target: Any,
+        name: str,
+        leaves: Callable[[SystemExit | KeyboardInterrupt], None] | None,
+    ) -> None:
+        self._target, self._name, self._leaves = target, name, leaves
         self._disabled: set[str] = set()
 
     def __getattr__(self, attribute: str) -> Any:
@@ -46,6 +56,11 @@ class _ErrorIsolation:
             except Exception as error:
                 self._disabled.add(attribute)
                 report_disabled(self._name, attribute, error)
+                return None
+            except (SystemExit, KeyboardInterrupt) as error:
+                if self._leaves is None or isinstance(error, ImmediateStop):
+                    raise
+                self._leaves(error)
                 return None
 
         return guarded

@@ -1,7 +1,7 @@
 """`load`: a trained model in memory, for use in Python."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
-from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.axes import AxisSizes, mesh_text
 from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
@@ -164,7 +164,7 @@ class LoadedModel:
         """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its
         parameters are read again, for the mesh, so that the devices need room for them twice.
         """
-        settings.setdefault("say", self.warn)
+        settings.setdefault("warn", self.warn)
         return evaluate(self.source, step=self.step, **settings)
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:
@@ -189,7 +189,7 @@ def load(
     model: UserPath,
     *,
     step: int | None = None,
-    mesh: str = "",
+    mesh: str | AxisSizes | Mapping[str, int] = "",
     cpu_devices: int | None = None,
     eos: str | None = None,
     chat_template: str | None = None,
@@ -202,7 +202,8 @@ def load(
       model: directory or URL of a run, which may have used any mesh; directory of a published
         model or of PEFT's adapters, or hf://ORG/NAME.
       step: step of the run's checkpoint; None: the newest good one.
-      mesh: sizes of fsdp and tensor over which it is split: `tensor=4`; empty: one device.
+      mesh: sizes of fsdp and tensor over which it is split: `tensor=4`, or as a dict or
+        AxisSizes; empty: one device.
       cpu_devices: number of virtual CPU devices; None: the devices that JAX finds.
       eos: token that ends a text of a published model; None: the one that its files name.
       chat_template: path or URL of a chat template; None: the tokenizer's own.
@@ -216,7 +217,7 @@ def load(
     loaded = load_text_model(
         model,
         step,
-        mesh=AxisSizes.parse(mesh) if mesh else AxisSizes(),
+        mesh=AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes(),
         eos=eos,
         chat_template=chat_template,
         warn=warn,

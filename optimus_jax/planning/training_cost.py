@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class TrainingCost:
         prediction: Prediction,
         cluster: Cluster,
         price_per_hour: float | None = None,
+        later: Sequence[tuple[float, float]] = (),
     ) -> "TrainingCost":
         """That of training under a plan.
 
@@ -47,8 +48,15 @@ class TrainingCost:
           prediction: of the plan's step.
           cluster: whose devices are all paid for.
           price_per_hour: of a device.
+          later: of each later phase, the tokens before it and its tokens per second. The last one
+            has all tokens that are left.
         """
-        time_s = num_tokens / prediction.tokens_per_s
+        phases = [(0.0, prediction.tokens_per_s), *later]
+        ends = [*(min(begin, num_tokens) for begin, _ in later), num_tokens]
+        time_s = sum(
+            max(0.0, end - begin) / tokens_per_s
+            for (begin, tokens_per_s), end in zip(phases, ends, strict=True)
+        )
         device_hours = time_s / _HOUR_S * cluster.num_devices
         watts = cluster.accelerator.rated_power_w
         return cls(

@@ -108,6 +108,8 @@ class RunHistory:
     """plan.json: the plan in use."""
     read_errors: tuple[str, ...]
     """A message for each file or line that could not be read."""
+    has_writer: bool | None = None
+    """Whether a process wrote the run at that time; None: unknown."""
 
     @classmethod
     def read(cls, path: str | Path) -> "RunHistory":
@@ -154,6 +156,7 @@ class RunHistory:
             events=events,
             current=current,
             read_errors=tuple(map(printable, read_errors)),
+            has_writer=run.has_writer,
         )
 
     @property
@@ -248,9 +251,10 @@ class RunHistory:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the end of the run is recorded, and no resume after it."""
+        """Whether the end of the run is recorded, and no resume after it; or its process is gone
+        without that."""
         last = self._last_boundary
-        return last is not None and last.get("event") == "end"
+        return self.has_writer is False or (last is not None and last.get("event") == "end")
 
     @property
     def status(self) -> str:
@@ -262,6 +266,7 @@ class RunHistory:
                 "interrupt": "interrupted by the user",
                 "terminate": "stopped on request",
                 "fault": "stopped by a fault",
+                "error": f"ended by an error: {text(last, 'why') or 'which is unknown'}",
                 "not learning": (
                     "stopped because it no longer learned:"
                     f" {text(last, 'why') or 'the reason is unknown'}; "
@@ -272,11 +277,13 @@ class RunHistory:
                     )
                 ),
             }.get(reason := text(last, "reason") or "", f"ended: {reason or 'reason unknown'}")
-        return (
-            "no end is recorded: under way, or killed"
-            if self.steps or last is not None
-            else "no step finished yet"
-        )
+        if not self.steps and last is None:
+            return "no step finished yet"
+        return {
+            True: "under way",
+            False: "its process is gone without recording an end: killed, or failed at the start",
+            None: "no end is recorded: under way, or killed",
+        }[self.has_writer]
 
     @property
     def why_current(self) -> str | None:

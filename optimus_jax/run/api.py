@@ -3,7 +3,7 @@ caller's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import optax
@@ -18,7 +18,7 @@ from optimus_jax.training.task import Task
 
 
 def train(
-    model: str | ModelConfig | None = None,
+    model: UserPath | ModelConfig | None = None,
     *,
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
@@ -45,15 +45,17 @@ def train(
       data: a path or a list of paths, as `--data` takes them; or a list of records or of token ids,
         or an object with len() and [number] that has these, such as a datasets.Dataset. It is read
         once, and kept as tokens in memory. Or an iterator of these with a state, such as grain's,
-        read while the run trains (data/iterated.py). A resumed run needs the object again.
+        read while the run trains (data/iterated.py), and put back at the end. A resumed run
+        needs the object again.
       optimizer: name of an optimizer, or a transformation of optax with its learning rate, such as
         `optax.lion(1e-4)`. It must do the same to an element whatever the others are. A resumed
         run needs it again.
       task: name of what is learnt, such as classification; or a Task (training/task.py), with a
         loss of its own. A resumed run needs the object again.
       callbacks: are told what the run does (training/callbacks.py).
-      overrides: settings by short name (`mesh="data=2,fsdp=4"`, `lr=1e-3`) or, in a dict, by dotted
-        name (`**{"optimizer.beta2": 0.99}`), which accepts text as `--set` does. Equivalent names
+      overrides: settings by short name (`mesh="data=2,fsdp=4"`, also as a dict or AxisSizes,
+        `lr=1e-3`) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
+        as `--set` does. Equivalent names
         of other frameworks (`learning_rate`, `max_steps`, `output_dir`) are accepted with a note
         (config/aliases.py).
     Raises:
@@ -80,7 +82,7 @@ def train(
 
 @contextmanager
 def training_loop(
-    model: str | ModelConfig | None = None,
+    model: UserPath | ModelConfig | None = None,
     *,
     config: Config | UserPath | None = None,
     run_dir: UserPath | None = None,
@@ -122,6 +124,7 @@ def training_loop(
     try:
         yield loop
     except BaseException as error:
-        run.throw(error)
+        with suppress(StopIteration):  # of a run that has ended in order, after sys.exit
+            run.throw(error)
         raise
     next(run, None)

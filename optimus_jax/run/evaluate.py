@@ -44,6 +44,7 @@ from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.step import build_program
 from optimus_jax.training.tasks import NEXT_TOKEN, keeps_own_task, task_name, task_of, use_own_task
 from optimus_jax.weights.published import PublishedSource
+from optimus_jax.weights.published_adapters import PublishedAdapters
 
 EXAMPLES_PER_DEVICE = 8
 """Default number of examples of a batch for each device."""
@@ -98,20 +99,20 @@ def evaluate(
     data: GivenData | None = None,
     step: int | None = None,
     examples: int | None = None,
-    say: Callable[[str], object] = warnings.warn,
+    warn: Callable[[str], object] = warnings.warn,
     **overrides: Any,
 ) -> EvaluationResult:
     """Measure the loss and the metrics of a model's task. A plan for it must have room for a
     training step without Adam's moments.
 
     Args:
-      model: directory or URL of a run, or DIR@STEP; directory of a published model, or
-        hf://ORG/NAME.
+      model: directory or URL of a run, or DIR@STEP; directory of a published model or of PEFT's
+        adapters, or hf://ORG/NAME.
       data: what to measure on, all of it: paths or items, as `train` takes them; None: what the run
         holds out, if its data was named by paths.
       step: step of the run's checkpoint; None: the newest good one.
       examples: most examples, the first ones; None: all.
-      say: called with messages about the parameters, by process 0 once processes are connected.
+      warn: called with messages about the parameters, by process 0 once processes are connected.
       overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
         `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task.
     Raises:
@@ -128,9 +129,11 @@ def evaluate(
                 do="give records by number, such as a list, or paths",
             )
         )
-    source = _at_step(parameter_source(str(model)), step)
+    adapters = PublishedAdapters.parse(str(model), what=RUN)
+    source = parameter_source(str(model)) if adapters is None else adapters.published_base()
+    source = _at_step(source, step)
     if isinstance(source, RunSource):
-        run = open_run(source.named, checkpoint="none", say=say)
+        run = open_run(source.named, checkpoint="none", say=warn)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
         if base.task == IN_PYTHON and TASK not in overrides:
             raise ConfigError(
@@ -172,7 +175,7 @@ def evaluate(
         )
     if LENGTH in overrides:  # a run's evaluations may have another length than its examples
         overrides = {EVAL_LENGTH: overrides[LENGTH], **overrides}
-    asked = given | overrides | {"init_from": str(source)}
+    asked = given | overrides | {"init_from": str(adapters or source)}
     config = requested_config(None, base, None, False, asked, False)
     if data is not None and config.data.mixture:
         raise ConfigError(
@@ -205,7 +208,7 @@ def evaluate(
             config,
             run if data is None else None,
             objects.records,
-            say,
+            warn,
             has_batch="data.global_batch" in overrides,
         )
 

@@ -1,16 +1,14 @@
 """What `train` is given as objects and not by name: records, an optimizer, and a task."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import optax
 
-from optimus_jax.config import ModelConfig
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.request import dotted
-from optimus_jax.data.given import RandomAccess, check_records, is_paths
+from optimus_jax.data.given import RandomAccess, check_paths, check_records, is_paths
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.own_optimizer import (
@@ -50,22 +48,6 @@ class PythonObjects:
             check_elementwise(self.optimizer)
 
 
-def checked_model(model: object) -> str | ModelConfig | None:
-    """A model as settings name it. Raises ConfigError for what is none."""
-    if model is None or isinstance(model, str | ModelConfig):
-        return model
-    if isinstance(model, os.PathLike):
-        return os.fspath(model)
-    raise ConfigError(
-        explain(
-            "a model is the name of a preset, a directory, ORG/NAME on the hub, or a ModelConfig",
-            given=f"a {type(model).__name__}",
-            do="give one of these; layers of your own are a row of FAMILIES or BLOCKS, which a"
-            " ModelConfig names (docs/howto/own_block.md)",
-        )
-    )
-
-
 def with_objects(
     overrides: Mapping[str, Any],
     data: GivenData | None,
@@ -82,6 +64,7 @@ def with_objects(
     """
     given, records = dict(overrides), None
     if data is not None and is_paths(data):
+        check_paths(cast(UserPath | Sequence[UserPath], data))
         given["data"] = data
     elif data is not None:
         records = check_records(data)

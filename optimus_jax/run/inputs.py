@@ -1,7 +1,7 @@
 """The inputs of a run: its data, and this process's rows of each phase's batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class Inputs:
     data: Data
     num_eval_examples: int
     """Held-out examples of every evaluation; 0 for no evaluation."""
+    _probes: dict[tuple[int, int, bytes], HostBatch] = field(default_factory=dict, init=False)
+    """Probes of an iterator's data, by global batch, sequence length and rows."""
 
     @classmethod
     def of(
@@ -248,6 +250,11 @@ class Inputs:
         if isinstance(train, IteratedExamples) and position and before == train.digest:
             train.go_to(position)
 
+    def put_back(self) -> None:
+        """After the run, put the data's iterator back to where it was given, if it is one."""
+        if isinstance(self.data.train, IteratedExamples):
+            self.data.train.put_back()
+
     def phase_batches(self, program: Program, step: int) -> "PhaseBatches":
         """This process's rows of the batches of the phase that contains the step after `step`.
 
@@ -295,15 +302,22 @@ class Inputs:
         return self.data.tokenizer.begins_word if is_wanted else None
 
     def probe(self, program: Program) -> Any:
-        """A fixed batch for a program, on its devices."""
+        """A fixed batch for a program, on its devices. An iterator goes to its beginning for it
+        only once."""
         config = program.config
         rows = local_rows(program.batch_sharding, config.data.global_batch)
+        known = (config.data.global_batch, config.seq_len, rows.tobytes())
+        if known in self._probes:
+            return program.put_batch(self._probes[known])
         first = replace(
             phase_after(self.config, 0),
             global_batch=config.data.global_batch,
             seq_len=config.seq_len,
         )
-        return program.put_batch(self._loader(first, rows).batch(1))
+        batch = self._loader(first, rows).batch(1)
+        if isinstance(self.data.train, IteratedExamples):
+            self._probes[known] = batch
+        return program.put_batch(batch)
 
     def _loader(self, phase: TrainingPhase, rows: np.ndarray) -> BatchLoader:
         return BatchLoader(

@@ -1,6 +1,6 @@
 """A run from its program to its end: state (new or restored), run files, compile, training loop."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
 from optimus_jax.data.given import given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer
-from optimus_jax.errors import OptimusError, PlanError, explain
+from optimus_jax.errors import OptimusError, PlanError, explain, first_line
 from optimus_jax.faults.error_isolation import isolate_errors
 from optimus_jax.faults.heartbeat import Heartbeats
 from optimus_jax.faults.progress import Progress
@@ -42,10 +42,9 @@ from optimus_jax.run.start_log import derived_settings, log_start
 from optimus_jax.run.start_table import show_start_table
 from optimus_jax.run.step_profiler import StepProfiler
 from optimus_jax.run.stored_config import describe_changes
-from optimus_jax.run.trackers import trackers_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.command import typed_command
-from optimus_jax.training.callbacks import Callback, Callbacks, RunInfo
+from optimus_jax.training.callbacks import ERROR, Callbacks, RunInfo
 from optimus_jax.training.optimizer import peak_learning_rate
 from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
@@ -67,7 +66,7 @@ def run_program(
     resumed: ResumedConfig | None,
     progress: Progress,
     heartbeats: Heartbeats | None,
-    callbacks: Sequence[Callback],
+    callbacks: Callbacks,
     *,
     has_own_loop: bool,
 ) -> Generator[TrainingLoop, None, tuple[TrainingResult, Plan]]:
@@ -83,7 +82,7 @@ def run_program(
         snapshot; None for a new run.
       progress: records what this process is doing, for the watchdog.
       heartbeats: heartbeats of the run's processes; None without a watchdog.
-      callbacks: of the user.
+      callbacks: of the user, and trackers.
       has_own_loop: whether the caller trains, with the loop that is yielded, and then goes on with
         this; otherwise nothing is yielded.
     Raises:
@@ -214,7 +213,7 @@ def run_program(
 
     with (
         StopRequest(num_processes=topology.num_processes, last_step=config.steps) as stop,
-        Callbacks([*trackers_of(config.log), *callbacks], is_writer=run.writer) as told,
+        callbacks,
     ):
         started = RunInfo(
             config=config,
@@ -223,7 +222,8 @@ def run_program(
             first_step=first_step + 1,
             stop=stop.request,
         )
-        run.listeners += [display, *told.start(started, run.checkpoints)]
+        run.listeners.append(display)
+        run.listen(callbacks.start(started, run.checkpoints))
         trainer = Trainer(
             program=program,
             train_step=step.train_step,
@@ -258,10 +258,13 @@ def run_program(
                     progress.begin("end")
                     if (director := controller or changes) is not None:
                         director.close()
-        except Exception:
+        except Exception as error:
             with suppress(OptimusError):  # the first error says more
                 checkpoints.close()
             exports.finish(progress, is_wanted=False)
+            if not callbacks.has_ended:
+                why = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+                run.log_event("end", callbacks.last_step, reason=ERROR, why=why)
             raise
         # A KeyboardInterrupt skips this: a second Ctrl-C does not wait for a save in progress.
         checkpoints.close()
@@ -271,7 +274,7 @@ def run_program(
         snapshots.discard()
         _show_end(display, outcome, run, config)
         with all_or_none():  # if the others left, JAX would take a slow process for lost
-            told.finish()
+            callbacks.finish()
         return outcome, trainer.program.plan
 
 
@@ -352,12 +355,9 @@ def _make_controllers(
 def _own_loop(loop: TrainingLoop) -> Generator[TrainingLoop, None, TrainingResult]:
     """Let the caller train; return the outcome."""
     try:
-        yield loop
+        with suppress(SystemExit):  # a caller who leaves the program is done; `training_loop`
+            yield loop  # raises it again when the run has ended in order
         loop.close()
-    except SystemExit:  # the caller leaves, and is done
-        loop.close()
-        loop.end()
-        raise
     except Exception as error:
         loop.abandon(error)
         raise

@@ -4,7 +4,7 @@ A profile is a folder of the run:
 
     trace/            what JAX's profiler writes, for XProf and for https://ui.perfetto.dev
     step.hlo.txt.gz   the compiled step, whose instructions the trace names
-    memory.pprof      the arrays on the devices after the last step, for `pprof`
+    memory.pprof      the arrays left on the devices after the last step, for `pprof`
     profile.json      where the time went (planning/traces/step_profile.py), and what is in memory
                       when the step needs most (planning/traces/peak_memory.py)
 """

@@ -20,7 +20,7 @@ from optimus_jax.config.settings import compared_settings, value_of
 from optimus_jax.errors import ConfigError, OptimusError, explain, first_line
 from optimus_jax.report.run_report import run_report
 from optimus_jax.run_directory.contents import REPORT_FILE
-from optimus_jax.run_directory.directory import TRACKER_IDS
+from optimus_jax.run_directory.directory import TRACKER_IDS, RunDirectory
 from optimus_jax.run_directory.files import replace
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
 from optimus_jax.system.json_input import JSONInputError, parse_json
@@ -29,6 +29,11 @@ from optimus_jax.training.callbacks import Callback, RunInfo
 
 PARAMS_AT_ONCE = 100
 """Most settings that MLflow takes at once."""
+MAX_PARAM_CHARS, MAX_TAG_CHARS = 500, 5000
+"""Most characters of a parameter and of a tag of MLflow."""
+DECISIONS_FILE = "decisions.jsonl"
+DECISION_FIELDS = ("step", "action", "layout", "why")
+"""Of the event `decision`, in a table."""
 
 
 class Tensorboard(Callback):
@@ -64,7 +69,6 @@ class WeightsAndBiases(Callback):
         import wandb
 
         self._wandb, self._run_dir = wandb, run.run_dir
-        self._decisions: list[list[Any]] = []
         self._run = wandb.init(
             project=run.config.log.project,
             name=run.run_dir.name,
@@ -88,16 +92,17 @@ class WeightsAndBiases(Callback):
         self._run.log({"step": record.step, **dict(evaluation_scalars(record))})
 
     def on_decision(self, event: Mapping[str, Any]) -> None:
-        """Keep a decision for the table."""
-        self._decisions.append([event[name] for name in ("step", "action", "layout", "why")])
+        """Write a decision, so that a run that is killed has it too."""
+        said = {f"decision/{name}": event[name] for name in DECISION_FIELDS[1:] if name in event}
+        self._run.log({"step": event["step"], **said})
 
     def on_end(self, step: int, reason: str) -> None:
-        """Write decisions and the report, and end the run there."""
-        if self._decisions:
-            columns = ["step", "action", "plan", "why"]
-            table = self._wandb.Table(columns=columns, data=self._decisions)
-            self._run.log({"decisions": table})
+        """Write a table of all decisions, and the report, and end the run there."""
         try:
+            if decisions := _decisions(self._run_dir):
+                rows = [[event.get(name) for name in DECISION_FIELDS] for event in decisions]
+                table = self._wandb.Table(columns=list(DECISION_FIELDS), data=rows)
+                self._run.log({"decisions": table})
             with _report(self._run_dir) as report:
                 if report is not None:
                     artifact = self._wandb.Artifact(f"{self._run.id}-report", type="report")
@@ -121,12 +126,13 @@ class MLflow(Callback):
         if known is not None:
             client.update_run(known, status="RUNNING")
             self._id = known
+            self._tag_changes(_settings(run))
             return
         found = client.get_experiment_by_name(project)
         experiment = client.create_experiment(project) if found is None else found.experiment_id
         self._id = client.create_run(experiment, run_name=run.run_dir.name).info.run_id
         _keep_id(run.run_dir, "mlflow", self._id)
-        params = [Param(name, str(value)[:500]) for name, value in _settings(run).items()]
+        params = [Param(name, _param(value)) for name, value in _settings(run).items()]
         for first in range(0, len(params), PARAMS_AT_ONCE):
             client.log_batch(self._id, params=params[first : first + PARAMS_AT_ONCE])
 
@@ -139,20 +145,32 @@ class MLflow(Callback):
         self._log(evaluation_scalars(record), record.step)
 
     def on_decision(self, event: Mapping[str, Any]) -> None:
-        """Write the newest decision as a tag."""
-        self._client.set_tag(self._id, "decision", f"after step {event['step']}: {event['why']}")
+        """Write a decision as a tag of its step."""
+        said = f"{event.get('action')}: {event.get('why')}"[:MAX_TAG_CHARS]
+        self._client.set_tag(self._id, f"decision.{event['step']}", said)
 
     def on_end(self, step: int, reason: str) -> None:
-        """Write the report, and end the run there."""
+        """Write all decisions and the report as files, and end the run there."""
         try:
             if self._sent is not None:
                 self._sent.wait()
+            if decisions := _decisions(self._run_dir):
+                lines = "".join(json.dumps(event) + "\n" for event in decisions)
+                self._client.log_text(self._id, lines, DECISIONS_FILE)
             with _report(self._run_dir) as report:
                 if report is not None:
                     self._client.log_artifact(self._id, str(report))
         finally:
             statuses = {"done": "FINISHED", "interrupt": "KILLED", "terminate": "KILLED"}
             self._client.set_terminated(self._id, statuses.get(reason, "FAILED"))
+
+    def _tag_changes(self, settings: Mapping[str, Any]) -> None:
+        """Write settings that a resume has changed as tags: parameters cannot be written anew."""
+        before = self._client.get_run(self._id).data
+        for name, value in settings.items():
+            tag, now = f"resumed.{name}", _param(value)
+            if now != before.tags.get(tag, before.params.get(name)):
+                self._client.set_tag(self._id, tag, now)
 
     def _log(self, scalars: Iterable[tuple[str, float]], step: int) -> None:
         now = round(1000 * time.time())
@@ -241,6 +259,21 @@ def _settings(run: RunInfo) -> dict[str, Any]:
         for name, value in values.items()
     }
     return plain | {"plan": run.plan.describe()}
+
+
+def _param(value: object) -> str:
+    """A setting as a parameter of MLflow."""
+    return str(value)[:MAX_PARAM_CHARS]
+
+
+def _decisions(run_dir: Path) -> list[dict[str, Any]]:
+    """All decisions of a run, also those of earlier starts; none if they cannot be read."""
+    try:
+        events = RunDirectory(run_dir, writer=False, warn=print_to_stderr).events()
+    except OptimusError as error:
+        print_to_stderr(f"trackers get no table of decisions: {first_line(error)}")
+        return []
+    return [event for event in events if event["event"] == "decision"]
 
 
 @contextmanager

@@ -61,7 +61,7 @@ from optimus_jax.run.first_plan import (
     is_same_layout,
     plan_of_run,
 )
-from optimus_jax.run.in_python import GivenData, PythonObjects, checked_model, with_objects
+from optimus_jax.run.in_python import GivenData, PythonObjects, with_objects
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.open_directory import (
     finish_upload,
@@ -76,20 +76,21 @@ from optimus_jax.run.program import run_program
 from optimus_jax.run.requested_config import read_resumed_config, requested_config, shared_settings
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.stored_run import StoredRun
-from optimus_jax.run.trackers import check_trackers
+from optimus_jax.run.trackers import check_trackers, trackers_of
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.shared import check_shared
 from optimus_jax.run_directory.step_record import StepRecord
 from optimus_jax.store.mirror import Mirror
 from optimus_jax.system.paths import UserPath
 from optimus_jax.system.resilient_io import print_to_stderr
-from optimus_jax.training.callbacks import Callback, check_callbacks
+from optimus_jax.training.callbacks import Callback, Callbacks, check_callbacks
 from optimus_jax.training.own_loop import TrainingLoop
 from optimus_jax.training.state import TrainState
 from optimus_jax.training.step import build_program
 from optimus_jax.training.task import Task
 from optimus_jax.training.trainer import Reason
 from optimus_jax.version import VERSION
+from optimus_jax.weights.published import checked_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ class RunResult:
 
 
 def run_whole(
-    model: str | ModelConfig | None,
+    model: UserPath | ModelConfig | None,
     *,
     config: Config | UserPath | None,
     run_dir: UserPath | None,
@@ -132,9 +133,9 @@ def run_whole(
     after that; otherwise it yields nothing.
     """
     check_callbacks(callbacks)
-    model = checked_model(model)
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
+    begun_with = None if model is None else checked_model(model)
     overrides, objects = with_objects(overrides, data, optimizer, task)
     objects.install()
     is_auto = resume == "auto"
@@ -144,7 +145,7 @@ def run_whole(
     )
     if stored is not None:
         stored.fetch(print_to_stderr) if resume else stored.check_free()
-    config = requested_config(model, config, run_dir, resume, overrides, is_auto)
+    config = requested_config(begun_with, config, run_dir, resume, overrides, is_auto)
     if config.checkpoint.resume_step is not None and (is_auto or not resume):
         raise ConfigError(
             explain(
@@ -203,6 +204,7 @@ def _train(
         None, progress, config.faults, process=launch.process_id, num_processes=launch.num_processes
     )
     run: RunDirectory | None = None
+    inputs: Inputs | None = None
     mirror: Mirror | None = None
     try:
         has_left_cache = disable_compilation_cache_on_cpu()
@@ -295,6 +297,7 @@ def _train(
         tried = None
         if not resume and config.parallel.axes is None:
             choice, tried = fastest_in_trials(now, topology, choice, local_cluster, run, display)
+        listening = Callbacks([*trackers_of(config.log), *callbacks], is_writer=run.writer)
         outcome, plan = yield from run_program(
             config,
             devices,
@@ -307,7 +310,7 @@ def _train(
             resumed,
             progress,
             watchdog.heartbeats if watchdog is not None else None,
-            callbacks,
+            listening,
             has_own_loop=has_own_loop,
         )
         if watchdog is not None:
@@ -318,7 +321,7 @@ def _train(
             # The others wait here: if they left, JAX would take the uploading process for lost.
             with all_or_none():
                 finish_upload(ending, outcome.reason, display)
-        return RunResult(
+        result = RunResult(
             final_loss=outcome.last_loss,
             reason=outcome.reason,
             state=outcome.state,
@@ -348,8 +351,12 @@ def _train(
             raise fault from error
         raise
     finally:
+        if inputs is not None:
+            inputs.put_back()
         if run is not None:
             run.close()
+    listening.leave()
+    return result
 
 
 def _check_own_loop(config: Config) -> None:

@@ -267,8 +267,11 @@ EVENTS: Mapping[EventName, EventKind] = {
     "end": EventKind(
         "The run ended or was stopped.",
         {
-            "reason": "`done`, `interrupt`, `terminate`, `fault` or `not learning`.",
-            "why": "Why the run no longer learns.",
+            "reason": (
+                "`done`, `interrupt`, `terminate`, `fault`, `not learning`, or `error` after"
+                " another exception."
+            ),
+            "why": "Why the run no longer learns, or the error.",
             "back_to": "Checkpoint to go back to, if it no longer learns.",
         },
     ),

@@ -21,7 +21,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from optimus_jax.run_directory.files import (
     unfinished,
 )
 from optimus_jax.run_directory.listeners import RunListener
-from optimus_jax.run_directory.lock import RunLock
+from optimus_jax.run_directory.lock import RunLock, is_held
 from optimus_jax.run_directory.step_record import StepRecord, record_of, values_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.system.paths import local_path
@@ -112,6 +112,8 @@ class RunDirectory:
         """Content of the files without which the run could not be resumed."""
         self.listeners: list[RunListener] = []
         """Are told of every step and event."""
+        self._early: list[Mapping[str, Any]] | None = []
+        """Events from before the first `listen`."""
         self._lock: RunLock | None = None
         self._is_new = self._is_made_here = False
 
@@ -267,6 +269,11 @@ class RunDirectory:
         return self._config.exists()
 
     @property
+    def has_writer(self) -> bool | None:
+        """Whether a process writes the run now; None: it cannot be known from here."""
+        return is_held(self.path / LOCK)
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints go; absolute, as Orbax wants it."""
         return self.path / "checkpoints"
@@ -414,8 +421,20 @@ class RunDirectory:
         values = {"event": event, "step": step, "time_s": time.time(), **fields}
         if self.writer:
             self._append(self._events, values)
+        if self._early is not None:
+            self._early.append(values)
         for listener in self.listeners:
             listener.event(values)
+
+    def listen(self, listeners: Sequence[RunListener]) -> None:
+        """Tell some listeners the events that this process has logged, and what it records from now
+        on.
+        """
+        early, self._early = self._early, None
+        for event in early or ():
+            for listener in listeners:
+                listener.event(event)
+        self.listeners += listeners
 
     def check(self) -> None:
         """Raise `failure` if there is one, or an error if lines still cannot be written."""

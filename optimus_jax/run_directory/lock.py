@@ -14,6 +14,8 @@ from optimus_jax.errors import RunDirectoryError, explain
 
 POLL_S = 1.0
 """Interval between two tries."""
+LOOK_S = 0.05
+"""A lock that is held for less is that of `is_held`, which lets go at once."""
 
 
 class LockedError(RunDirectoryError):
@@ -59,7 +61,7 @@ class RunLock:
                 )
             ) from error
         try:
-            self._lock(self._file, path, warn, time.monotonic() + patience_s)
+            self._lock(self._file, path, warn, time.monotonic() + max(patience_s, LOOK_S))
             if not _is_same_file(
                 path, self._file
             ):  # its holder has removed the file and its new run
@@ -96,7 +98,7 @@ class RunLock:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                if not is_announced:
+                if not is_announced and left_s > LOOK_S:
                     warn(
                         f"{path.parent} is locked by another process, or by one that has just died:"
                         f" waiting up to {left_s:.0f} s for it"
@@ -109,6 +111,26 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a process holds the lock in a file; None: it cannot be known, as without a file or
+    locks, or if the last holder was on another machine, whose lock this one may not see.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+        return False if holder.endswith(f" on {socket.gethostname()}") else None
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(file)
 
 
 def _is_same_file(path: Path, file: int) -> bool:

@@ -15,6 +15,7 @@ from optimus_jax.data.dataset import RULES, Data
 from optimus_jax.data.eos import CONFIG
 from optimus_jax.data.formats import TOKEN_SUFFIX
 from optimus_jax.data.identity import differences
+from optimus_jax.data.iterated import MAKE_NEW, IteratedExamples
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.errors import DataError, RunDirectoryError, explain
 from optimus_jax.run_directory.directory import RunDirectory
@@ -164,8 +165,12 @@ def check_same_data(
             explain(
                 "the data is not what this run was trained on",
                 given=f"{data.train.name}: {changed}{hint}",
-                do="bring back the data, its files in the same order; "
-                "or train on the new data: --set data.allow_change=true",
+                do=(
+                    f"bring back the data, from its beginning: {MAKE_NEW}"
+                    if isinstance(data.train, IteratedExamples)
+                    else "bring back the data, its files in the same order"
+                )
+                + "; or train on the new data: --set data.allow_change=true",
             )
         )
     tell(f"the data has changed, which data.allow_change allows: {changed}; {NOT_COMPARABLE}")

@@ -48,7 +48,8 @@ class Callback:
 
     The methods are called by the training thread, between steps, so what takes long delays the
     next one. A method that raises an exception is reported once and not called again; the run
-    goes on. They are called in process 0 alone, unless `in_every_process` is set.
+    goes on. `sys.exit` in one ends the run as `RunInfo.stop` does, and the program after that, with
+    its exit code. They are called in process 0 alone, unless `in_every_process` is set.
     """
 
     in_every_process: ClassVar[bool] = False
@@ -72,8 +73,9 @@ class Callback:
         """The run has moved to another plan, or back: the event `remesh` or `rollback`."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Any event, as it stands in events.jsonl; also those of the methods above. The reference
-        page about the run directory lists them with their fields.
+        """Any event, as it stands in events.jsonl; also those of the methods above. Those from
+        before the first step, such as `start` and `plan`, come after `on_start`. The reference page
+        about the run directory lists them with their fields.
         """
 
     def on_end(self, step: int, reason: str) -> None:
@@ -147,24 +149,30 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback], *, is_writer: bool) -> None:
         self._given = [each for each in callbacks if is_writer or each.in_every_process]
         self._started: list[Callback] = []
-        self._last_step, self._reason = 0, ERROR
+        self._last_step, self._reason, self._has_ended = 0, ERROR, False
+        self._run: RunInfo | None = None
+        self._exit: SystemExit | None = None
+        """With what a callback wants to leave the program."""
 
     def start(self, run: RunInfo, checkpoints: Path) -> list[RunListener]:
-        """Tell them that the first step is about to begin; returns what is to listen to the run
-        from now on. One that fails here is told nothing more.
+        """Tell them that the first step is about to begin; returns what is to listen to the run.
+        One that fails here is told nothing more.
 
         Args:
           checkpoints: directory of the run's checkpoints.
         """
-        self._last_step = run.first_step - 1
+        self._run, self._last_step = run, run.first_step - 1
         for each in self._given:
             name = type(each).__name__
+            told = isolate_errors(each, name, leaves=self._leave)
             try:
                 each.on_start(run)
             except Exception as error:
                 report_disabled(name, "on_start", error)
-            else:
-                self._started.append(isolate_errors(each, name))
+                continue
+            except SystemExit as error:
+                self._leave(error)
+            self._started.append(told)
         return [self, *(CallbackListener(each, checkpoints) for each in self._started)]
 
     def step(self, record: StepRecord) -> None:
@@ -175,10 +183,32 @@ class Callbacks:
         """As `RunListener`."""
         if event["event"] == "end":
             self._last_step, self._reason = event["step"], event["reason"]
+            self._has_ended = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of the run was logged."""
+        return self._has_ended
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that was recorded, or that the run began after."""
+        return self._last_step
+
+    def _leave(self, error: SystemExit | KeyboardInterrupt) -> None:
+        if isinstance(error, SystemExit) and self._exit is None:
+            self._exit = error
+        if self._run is not None:
+            self._run.stop()
+
+    def leave(self) -> None:
+        """End the program, after the run, as a callback has asked for: raises its SystemExit."""
+        if self._exit is not None:
+            raise self._exit
 
     def finish(self) -> None:
         """Tell them, once, that the run has ended. May take as long as they do."""
-        started, self._started = self._started, []
+        started, self._started, self._run = self._started, [], None
         for each in started:
             each.on_end(self._last_step, self._reason)
 
@@ -186,7 +216,7 @@ class Callbacks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, Exception):
+        if kind is None or not issubclass(kind, Exception | SystemExit):
             return  # a second Ctrl-C ends at once
         if self._reason in ENDED_WELL:
             self._reason = ERROR

@@ -7,7 +7,7 @@ parameter of the model is sharded.
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ from optimus_jax.plan import Plan
 from optimus_jax.planning.api import config_for
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
+from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import planned_shapes
+from optimus_jax.weights.published import checked_model
 from optimus_jax.weights.published_adapters import model_with_adapters
 
 BYTES = 4
@@ -59,14 +61,18 @@ class MeshView:
 
 
 def show_mesh(
-    mesh: str, *, model: str | ModelConfig, cluster: str | None = None, **overrides: Any
+    mesh: str | AxisSizes | Mapping[str, int],
+    *,
+    model: UserPath | ModelConfig,
+    cluster: str | None = None,
+    **overrides: Any,
 ) -> MeshView:
     """How a mesh lays a model out: devices, axes and the sharding of every parameter.
 
     Nothing is trained or allocated, and the devices need not exist.
 
     Args:
-      mesh: sizes of the axes, such as `data=2,fsdp=4`.
+      mesh: sizes of the axes, such as `data=2,fsdp=4`; or as a dict or AxisSizes.
       model: name of a preset, the directory of a published model, or ORG/NAME on the hub; or a
         ModelConfig.
       cluster: `h100:8x8` (hosts x devices); None: the devices of this process if there are as many
@@ -75,12 +81,12 @@ def show_mesh(
     Raises:
       OptimusError: a name is unknown, or the model cannot be laid out like this.
     """
-    settings = dotted({"mesh": mesh, **overrides})
+    settings, named = dotted({"mesh": mesh, **overrides}), checked_model(model)
     described = None if cluster is None else Cluster.parse(cluster)
     config = (
-        make_config(model_with_adapters(model), settings)
+        make_config(model_with_adapters(named), settings)
         if described is None
-        else config_for(model, described, settings)
+        else config_for(named, described, settings)
     )
     axes = config.parallel.axes
     if axes is None:

@@ -2,6 +2,7 @@
 model, or a model on the hub.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from optimus_jax.errors import CheckpointError, ConfigError, explain
 from optimus_jax.store.hub import TOKENIZER, TOKENIZER_FILES, commit_of, hub_directory
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import JSONInputError, parse_json
-from optimus_jax.system.paths import user_path
+from optimus_jax.system.paths import UserPath, user_path
 from optimus_jax.weights.directory import (
     CONFIG,
     CONFIG_FILES,
@@ -116,7 +117,25 @@ class PublishedSource:
         return self.place if isinstance(self.place, Path) else hub_directory(self.place, files)
 
 
-def model_named(name: str | ModelConfig) -> ModelConfig:
+def checked_model(model: object) -> str | ModelConfig:
+    """A model that a program gives, as settings name it. Raises ConfigError for what is none."""
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if isinstance(model, str | ModelConfig):
+        return model
+    raise ConfigError(
+        explain(
+            "a model is the name of a preset, a directory, ORG/NAME on the hub, or a ModelConfig",
+            given=f"the class {model.__name__}"
+            if isinstance(model, type)
+            else f"a {type(model).__name__}",
+            do="give one of these; layers of your own are a row of FAMILIES or BLOCKS, which a"
+            " ModelConfig names (docs/howto/own_block.md)",
+        )
+    )
+
+
+def model_named(name: UserPath | ModelConfig) -> ModelConfig:
     """The model that `--model` names: a preset, a directory, or a model on the hub. A ModelConfig,
     which a program may give, is one itself.
 
@@ -124,10 +143,11 @@ def model_named(name: str | ModelConfig) -> ModelConfig:
 
     Raises OptimusError if there is none of that name.
     """
+    name = checked_model(name)
     if isinstance(name, ModelConfig):
         return name
-    source = PublishedSource.parse(name, what=MODEL) if isinstance(name, str) else None
-    if not isinstance(name, str) or name in PRESETS:
+    source = PublishedSource.parse(name, what=MODEL)
+    if name in PRESETS:
         if source is not None:
             raise ConfigError(
                 explain(

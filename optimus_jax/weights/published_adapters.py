@@ -13,10 +13,10 @@ from optimus_jax.models.peft_reading import from_peft
 from optimus_jax.models.shapes import Params
 from optimus_jax.store.hub import TOKENIZER
 from optimus_jax.system.hub_model import HubModel
-from optimus_jax.system.paths import Url, user_path
+from optimus_jax.system.paths import Url, UserPath, user_path
 from optimus_jax.weights.directory import WEIGHTS, has_weights
 from optimus_jax.weights.peft_directory import BASE, CONFIG, REVISION, read_peft, read_peft_config
-from optimus_jax.weights.published import MODEL, PublishedSource, model_named
+from optimus_jax.weights.published import MODEL, PublishedSource, checked_model, model_named
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,18 @@ class PublishedAdapters:
         return params
 
 
-def adapters_named(name: str | ModelConfig) -> PublishedAdapters | None:
-    """The adapters that `--model` names; None: it names a model."""
+def adapters_named(name: UserPath | ModelConfig) -> PublishedAdapters | None:
+    """The adapters that `--model` names; None: it names a model. Raises ConfigError as
+    `checked_model`.
+    """
+    name = checked_model(name)
     if isinstance(name, ModelConfig) or name in PRESETS:
         return None
     return PublishedAdapters.parse(name, what=MODEL)
 
 
 def model_with_adapters(
-    name: str | ModelConfig, beside: PublishedAdapters | None = None
+    name: UserPath | ModelConfig, beside: PublishedAdapters | None = None
 ) -> ModelConfig:
     """`model_named`, with adapters; a directory of these names the model that they are for.
 

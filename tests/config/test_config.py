@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 from types import UnionType
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from optimus_jax.config.presets import PRESETS, model_preset
 from optimus_jax.config.request import (
     SHORT_NAMES,
     canonical,
+    dotted,
     make_config,
     read_config,
     repeated_config,
@@ -628,3 +630,27 @@ def test_retired_settings_are_ignored_in_stored_configs_and_explained_elsewhere(
     assert Config.from_json(json.dumps(stored)) == Config()
     with pytest.raises(ConfigError, match=rf"(?s)no setting {old} any more.*budget_share"):
         canonical([(old, "0.5", f"--set {old}=0.5")])
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2,fsdp=4", {"data": 2, "fsdp": 4}, AxisSizes(data=2, fsdp=4)], ids=str
+)
+def test_a_mesh_is_a_text_a_dict_or_sizes(mesh):
+    config = make_config("gpt2-nano", dotted({"mesh": mesh}))
+    assert config.parallel.axes == AxisSizes(data=2, fsdp=4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (8, r"sizes of its axes(.|\n)*mesh=8 \(int\)(.|\n)*\"fsdp\": 4"),
+        ({}, "sizes of its axes"),
+        ({"model": 2}, "unknown mesh axis 'model'"),
+        ({"data": 2.5}, "one whole number"),
+        (jax.sharding.AbstractMesh((2,), ("data",)), "makes the Mesh of JAX itself"),
+    ],
+    ids=str,
+)
+def test_another_mesh_is_refused(mesh, message):
+    with pytest.raises((ConfigError, PlanError), match=message):
+        make_config("gpt2-nano", dotted({"mesh": mesh}))

@@ -9,7 +9,7 @@ from optimus_jax.config import DataConfig
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.dataset import load_data
-from optimus_jax.data.given import check_records, is_paths
+from optimus_jax.data.given import check_paths, check_records, is_paths
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.errors import ConfigError, DataError
 
@@ -85,6 +85,29 @@ def test_texts_with_labels_are_read_too():
 def test_what_has_no_items_is_refused(data, message):
     with pytest.raises(DataError, match=rf"(?s){message}.*do:"):
         check_records(data)
+
+
+def test_numbers_of_pandas_are_labels():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"text": TEXTS})
+    texts = frame["text"]
+    assert given(texts).identity == given(frame.to_dict("records")).identity
+    with pytest.raises(DataError, match=r"(?s)has no item 3, .*Series of 39 items.*reset_index"):
+        given(texts.drop(3))
+    with pytest.raises(DataError, match=r"(?s)has no item 0.*reset_index\(drop=True\)"):
+        given(texts.drop(0))
+    with pytest.raises(DataError, match=r"(?s)has no item 0.*to_dict"):
+        given(frame)
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "a" * 300, "some text"])
+def test_a_text_in_place_of_a_path_is_one_of_a_record(text):
+    def read_as_a_path():
+        check_paths(["a.txt", text])
+        load_data(DataConfig(sources=(text,)), **LOAD)
+
+    with pytest.raises(DataError, match=r"(?s)do:.*as records: \[\{'text'"):
+        read_as_a_path()
 
 
 def test_items_that_cannot_be_read_are_named():

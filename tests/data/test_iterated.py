@@ -97,6 +97,30 @@ def test_any_example_can_be_asked_for_at_any_time(asked):
         np.testing.assert_array_equal(cut(source, [number]), windows([number]))
 
 
+def test_the_beginning_is_read_again_without_drawing_all_that_follows():
+    class Counted(Texts):
+        num_drawn = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.num_drawn += 1
+                yield item
+
+    def drawn_for_the_probe(source, items):
+        """Items drawn to read the first example, and the next one after example 60."""
+        before = items.num_drawn
+        np.testing.assert_array_equal(cut(source, [0]), windows([0]))
+        np.testing.assert_array_equal(cut(source, [61]), windows([61]))
+        return items.num_drawn - before
+
+    first, again = Counted(), Counted()
+    source, resumed = examples(first), examples(again)
+    cut(source, range(61))
+    assert drawn_for_the_probe(source, first) < 10 < first.next
+    resumed.go_to(source.position_before(61 * LENGTH))
+    assert drawn_for_the_probe(resumed, again) < 10
+
+
 @given(before=st.integers(0, 20), after=st.integers(1, 20))
 @settings(max_examples=40)
 def test_a_position_in_a_checkpoint_is_where_another_process_goes_on(before, after):
@@ -187,6 +211,29 @@ def test_a_state_that_does_not_bring_back_the_same_documents_is_refused():
         examples(Texts()).go_to(position | {"state": other})
     with pytest.raises(DataError, match=r"does not take back its state[\s\S]*KeyError"):
         examples(Texts()).go_to(position | {"state": {}})
+
+
+def of_datasets():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=3)
+
+
+@pytest.mark.parametrize("make", [Texts, of_grain, of_datasets])
+def test_an_iterator_that_is_put_back_can_be_given_again(make):
+    items = make()
+    source = examples(items)
+    cut(source, range(12))
+    source.put_back()
+    with pytest.raises(DataError, match="has ended"):
+        cut(source, [40])  # it reads nothing more
+    again = examples(items)
+    assert again.digest == source.digest
+    np.testing.assert_array_equal(cut(again, [7, 0]), windows([7, 0]))
+    again.put_back()
+    moved = iter(items)
+    next(moved)
+    if make is not of_datasets:  # whose iteration always begins at the state that was set
+        assert examples(items).digest != source.digest
 
 
 def test_an_iterator_that_was_moved_is_another_one():

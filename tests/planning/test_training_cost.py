@@ -43,6 +43,24 @@ def test_time_hours_price_and_energy_are_products():
     )
 
 
+def test_each_phase_has_its_tokens_and_the_last_one_the_rest():
+    flags = ["--model", "gpt2", "--cluster", "h100:8", "--mesh", "data=8", "--seq-len", "128"]
+    flags += ["--global-batch", "8", "--phases", "200:64", "--tokens"]
+
+    def listed(tokens):
+        found = run_in_process("plan", *flags, tokens, "--top", "1", "--json")
+        [plan] = json.loads(found.stdout)
+        return plan
+
+    plan, first = listed("1e9"), 200 * 8 * 128
+    (later,) = plan["later_phases"]
+    assert later["tokens_per_s"] > 2 * plan["tokens_per_s"]
+    expected = first / plan["tokens_per_s"] + (1e9 - first) / later["tokens_per_s"]
+    assert plan["training"]["time_s"] == pytest.approx(expected)
+    plan = listed("1000")
+    assert plan["training"]["time_s"] == pytest.approx(1000 / plan["tokens_per_s"])
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("15T", 15e12), ("300b", 3e11), ("1.5e12", 1.5e12), ("7 M", 7e6), ("12", 12.0), ("2k", 2e3)],

@@ -225,7 +225,8 @@ def test_a_plan_replaced_before_it_ran_has_no_measurement(tmp_path):
         ("terminate", "stopped on request"),
         ("not learning", "it no longer learned"),
         ("odd", "ended: odd"),
-        (None, "under way, or killed"),
+        ("error", "ended by an error: the disk is full"),
+        (None, "under way"),
     ],
 )
 def test_the_status_tells_how_the_run_ended(tmp_path, reason, status):
@@ -233,10 +234,19 @@ def test_the_status_tells_how_the_run_ended(tmp_path, reason, status):
     run.log_event("start", 0)
     run.log_step(step(1))
     if reason is not None:
-        run.log_event("end", 1, reason=reason)
-    assert status in RunHistory.read(run.path).status
+        run.log_event("end", 1, reason=reason, why="the disk is full" if reason == "error" else "")
+    found = RunHistory.read(run.path)
+    assert status in found.status
+    assert found.has_ended == (reason is not None)
     run.log_event("resume", 1)
-    assert "under way" in RunHistory.read(run.path).status
+    found = RunHistory.read(run.path)
+    assert (found.status, found.has_ended) == ("under way", False)
+    run.close()
+    found = RunHistory.read(run.path)
+    assert ("its process is gone" in found.status, found.has_ended) == (True, True)
+    (run.path / "lock").write_text("process 1 on another-machine")
+    found = RunHistory.read(run.path)
+    assert (found.status, found.has_ended) == ("no end is recorded: under way, or killed", False)
 
 
 def test_the_reason_for_the_current_plan_comes_from_its_last_event(tmp_path):
@@ -266,7 +276,7 @@ def test_the_page_shows_known_and_unknown_values(shown):
     for words in (
         LAST_WHY,
         "data=8 saves half of every step",
-        "no end is recorded",
+        "under way",
         "60 of 80",
         "the canary was slower than promised",
         "training paused for 484 ms",

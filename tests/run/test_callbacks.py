@@ -3,8 +3,11 @@
 import contextlib
 import json
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import optimus_jax
 from optimus_jax.config import Config, LogConfig
 from optimus_jax.config.request import read_config
 from optimus_jax.errors import ConfigError
+from optimus_jax.faults.stopping import ImmediateStop
 from optimus_jax.run import trackers
 from optimus_jax.run.trackers import check_trackers
 from optimus_jax.run_directory.directory import TRACKER_IDS, RunDirectory
@@ -51,6 +55,9 @@ class Told(Callback):
 
     def on_checkpoint(self, step, path):
         self.told.append(("checkpoint", step, path.is_dir()))
+
+    def on_event(self, event):
+        self.events = [*getattr(self, "events", []), event["event"]]
 
     def on_end(self, step, reason):
         self.told.append(("end", step, reason))
@@ -96,6 +103,8 @@ def test_a_callback_is_told_what_the_run_records(text, tmp_path, capfd):
         each["loss"] for each in RunDirectory(run.run_dir).events() if each["event"] == "eval"
     ]
     assert told.loss == losses[-1]
+    assert told.events == [each["event"] for each in RunDirectory(run.run_dir).events()]
+    assert told.events[:3] == ["start", "plan", "compile"]
     assert told.run.plan == run.plan
     assert told.run.config.model.embed_dim == 32
     shown = capfd.readouterr().err
@@ -117,10 +126,20 @@ def test_a_callback_can_stop_a_run_which_is_saved_and_goes_on(text, tmp_path):
     last = run.history[-1].step
     assert 3 <= last <= 5
     assert stopped.told[-1] == ("end", last, "interrupt")
-    again = Told()
-    resumed = optimus_jax.train(run_dir=run.run_dir, resume=True, steps=last + 1, callbacks=[again])
+
+    class Leaves(Told):
+        def on_step(self, record):
+            super().on_step(record)
+            sys.exit(3)
+
+    again = Leaves()
+    with pytest.raises(SystemExit) as left:
+        optimus_jax.train(run_dir=run.run_dir, resume=True, steps=9, callbacks=[again])
+    assert left.value.code == 3
     assert again.told[0] == ("start", last + 1)
-    assert resumed.history[-1].step == last + 1
+    assert again.told[-1] == ("end", again.steps("step")[-1], "interrupt")
+    assert again.told[-2] == ("checkpoint", again.steps("step")[-1], True)
+    RunDirectory.resume(run.run_dir).close()  # nobody else writes it
 
 
 def test_events_have_methods_of_their_own(tmp_path):
@@ -170,10 +189,34 @@ def test_what_ends_a_run_is_said_once(tmp_path):
         raise RuntimeError("it does not learn")
     assert told.told == [("start", 1), ("end", 7, "not learning")]
     told = Told()
+    with contextlib.suppress(SystemExit), Callbacks([told], is_writer=True) as callbacks:
+        callbacks.start(SimpleNamespace(first_step=1), tmp_path)
+        raise SystemExit
+    assert told.told == [("start", 1), ("end", 0, "error")]
+    told = Told()
     with contextlib.suppress(KeyboardInterrupt), Callbacks([told], is_writer=True) as callbacks:
         callbacks.start(SimpleNamespace(first_step=1), tmp_path)
         raise KeyboardInterrupt
     assert told.told == [("start", 1)], "a second Ctrl-C ends at once"
+
+
+@pytest.mark.parametrize("error", [SystemExit(4), KeyboardInterrupt(), ImmediateStop()])
+def test_a_callback_that_leaves_the_program_stops_the_run_first(error, tmp_path):
+    class Leaves(Told):
+        def on_step(self, record):
+            raise error
+
+    told, stops = Leaves(), []
+    info = SimpleNamespace(first_step=1, stop=lambda: stops.append(True))
+    callbacks = Callbacks([told], is_writer=True)
+    _, listener = callbacks.start(info, tmp_path)
+    at_once = isinstance(error, ImmediateStop)
+    with pytest.raises(ImmediateStop) if at_once else contextlib.nullcontext():
+        listener.step(SimpleNamespace(step=1))
+    assert stops == [] if at_once else [True]
+    callbacks.finish()
+    with pytest.raises(SystemExit) if error.args else contextlib.nullcontext():
+        callbacks.leave()
 
 
 @pytest.mark.parametrize(
@@ -201,6 +244,40 @@ def test_tensorboard_has_the_values_that_are_known(text, tmp_path):
     }
 
 
+def decide(run_dir):
+    """What a controller would have logged at the end of a start."""
+    run = RunDirectory.resume(run_dir)
+    run.log_event("decision", 2, action="stay", why="it is fast enough")
+    run.close()
+
+
+def test_trackers_have_decisions_and_the_report_also_of_a_run_that_is_killed(tmp_path, monkeypatch):
+    told = mock.MagicMock()
+    monkeypatch.setattr(trackers, "run_report", lambda run_dir: "<html>")
+    run = RunDirectory.create(tmp_path / "run", "gpt2-nano")
+    run.log_event("decision", 1, action="switch", layout="data=2", why="earlier")
+    event = {"event": "decision", "step": 4, "action": "stay", "why": "because"}
+
+    wandb = trackers.WeightsAndBiases()
+    wandb._wandb, wandb._run, wandb._run_dir = told, told.run, run.path
+    wandb.on_decision(event)
+    said = {"decision/action": "stay", "decision/why": "because"}
+    told.run.log.assert_called_with({"step": 4, **said})
+    wandb.on_end(4, "done")
+    told.Table.assert_called_with(columns=mock.ANY, data=[[1, "switch", "data=2", "earlier"]])
+    assert told.Artifact().add_file.call_args.args[0].endswith("report.html")
+    told.run.log_artifact.assert_called_with(told.Artifact())
+
+    mlflow = trackers.MLflow()
+    mlflow._client, mlflow._id, mlflow._run_dir, mlflow._sent = told.client, "1", run.path, None
+    mlflow.on_decision(event)
+    told.client.set_tag.assert_called_with("1", "decision.4", "stay: because")
+    mlflow.on_end(4, "done")
+    assert json.loads(told.client.log_text.call_args.args[1])["why"] == "earlier"
+    assert told.client.log_artifact.call_args.args[1].endswith("report.html")
+    run.close()
+
+
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeypatch, capfd):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -209,6 +286,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     options = {"log": "mlflow", "log.project": "tests"}
     train(text, tmp_path / "run", steps=2, **options)
+    decide(tmp_path / "run")
     optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=4)
     client = mlflow.MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
@@ -220,7 +298,12 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(text, tmp_path, monkeyp
         [each.value for each in sorted(losses, key=lambda each: each.step)],
         [record.loss for record in RunDirectory(tmp_path / "run").metrics()],
     )
-    assert [each.path for each in client.list_artifacts(found.info.run_id)] == ["report.html"]
+    assert (found.data.params["steps"], found.data.tags["resumed.steps"]) == ("2", "4")
+    assert "resumed.optimizer.beta2" not in found.data.tags
+    files = {each.path for each in client.list_artifacts(found.info.run_id)}
+    assert files == {"decisions.jsonl", "report.html"}
+    path = client.download_artifacts(found.info.run_id, "decisions.jsonl", str(tmp_path))
+    assert "it is fast enough" in Path(path).read_text()
     assert "has failed" not in capfd.readouterr().err
 
 
@@ -230,12 +313,17 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypa
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     train(text, tmp_path / "run", steps=2, log="wandb")
     known = json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"]
+    decide(tmp_path / "run")
     optimus_jax.train(run_dir=tmp_path / "run", resume=True, steps=3)
     assert json.loads((tmp_path / "run" / TRACKER_IDS).read_text())["wandb"] == known
     folders = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{known}"))
     assert len(folders) == 2, "each start of a process writes a folder of the same run"
     assert all(list(folder.glob("*.wandb")) for folder in folders)
-    assert "has failed" not in capfd.readouterr().err
+    [table] = (tmp_path / "run" / "wandb").glob("offline-*/files/media/table/decisions*.table.json")
+    assert "it is fast enough" in table.read_text()
+    shown = capfd.readouterr().err
+    assert "has failed" not in shown
+    assert "trackers get no report" not in shown
 
 
 def test_a_tracker_without_its_package_names_what_to_install(monkeypatch):

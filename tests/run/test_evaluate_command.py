@@ -56,7 +56,7 @@ def evaluations(run):
 
 def test_what_a_run_holds_out_has_the_loss_of_its_own_evaluation(run):
     last = evaluations(run)[6]
-    found = optimus_jax.evaluate(run, examples=12, mesh="pipe=2,data=4", say=lambda text: None)
+    found = optimus_jax.evaluate(run, examples=12, mesh="pipe=2,data=4", warn=lambda text: None)
     assert found.loss == pytest.approx(last["loss"], rel=F32_RELATIVE)
     assert found.num_terms == last["tokens"]
     assert found.perplexity == pytest.approx(last["perplexity"], rel=F32_RELATIVE)
@@ -86,15 +86,15 @@ def test_other_data_is_measured_whole(run, capsys, monkeypatch, tmp_path):
 
 def test_what_cannot_be_measured_is_said(run, tmp_path):
     with pytest.raises(CheckpointError, match="step 5"):
-        optimus_jax.evaluate(run, step=5, mesh="data=8", say=lambda text: None)
+        optimus_jax.evaluate(run, step=5, mesh="data=8", warn=lambda text: None)
     with pytest.raises(ConfigError, match="two steps"):
-        optimus_jax.evaluate(f"{run}@6", step=5, say=lambda text: None)
+        optimus_jax.evaluate(f"{run}@6", step=5, warn=lambda text: None)
     with pytest.raises(ConfigError, match="no weights"):
-        optimus_jax.evaluate(run, data=["a=1:x.txt", "b=2:y.txt"], say=lambda text: None)
+        optimus_jax.evaluate(run, data=["a=1:x.txt", "b=2:y.txt"], warn=lambda text: None)
     other = tmp_path / "other.txt"
     other.write_text("short")
     with pytest.raises(DataError, match="shorter than one example"):
-        optimus_jax.evaluate(run, data=other, mesh="data=8", say=lambda text: None)
+        optimus_jax.evaluate(run, data=other, mesh="data=8", warn=lambda text: None)
 
 
 def test_bytes_of_other_tokens_are_those_of_their_text():

@@ -60,9 +60,9 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
     after = optimus_jax.train(data=RECORDS, optimizer=own, **run, **again)
     assert_close(losses(after), losses(named), F32_RELATIVE)
     with pytest.raises(ConfigError, match=r"(?s)its data was an object.*--data"):
-        optimus_jax.evaluate(tmp_path / "own", say=lambda text: None)
+        optimus_jax.evaluate(tmp_path / "own", warn=lambda text: None)
     found = optimus_jax.evaluate(
-        tmp_path / "own", data=RECORDS[:20], mesh="data=8", say=lambda text: None
+        tmp_path / "own", data=RECORDS[:20], mesh="data=8", warn=lambda text: None
     )
     assert 0 < found.loss < losses(first)[0]
 
@@ -73,18 +73,23 @@ def of_grain():
 
 def test_an_iterator_goes_on_where_a_checkpoint_left_it(tmp_path):
     settings = {"steps": 6, "checkpoint.every": 2, "optimizer.decay_steps": 6, **OPTIONS}
-    whole = optimus_jax.train("gpt2-nano", data=of_grain(), run_dir=tmp_path / "a", **settings)
+    data = of_grain()  # a run puts it back
+    whole = optimus_jax.train("gpt2-nano", data=data, run_dir=tmp_path / "a", **settings)
     run = {"run_dir": tmp_path / "b"}
-    optimus_jax.train("gpt2-nano", data=of_grain(), **run, **settings | {"steps": 3})
+    optimus_jax.train("gpt2-nano", data=data, **run, **settings | {"steps": 3})
     again = {"resume": True, "steps": 6, "progress": "none"}
     with pytest.raises(ConfigError, match=r"data\.sources is an object"):
         optimus_jax.train(**run, **again)
     with pytest.raises(DataError, match="not what this run was trained on"):
         optimus_jax.train(data=RECORDS, **run, **again)
-    after = optimus_jax.train(data=of_grain(), mesh="data=8", **run, **again)
+    moved = of_grain()
+    next(moved)
+    with pytest.raises(DataError, match="if it was read before, make a new one"):
+        optimus_jax.train(data=moved, **run, **again)
+    after = optimus_jax.train(data=data, mesh="data=8", **run, **again)
     assert_close(losses(after), losses(whole), F32_RELATIVE)
     with pytest.raises(DataError, match="has to have an end"):
-        optimus_jax.evaluate(tmp_path / "a", data=of_grain(), say=lambda text: None)
+        optimus_jax.evaluate(tmp_path / "a", data=of_grain(), warn=lambda text: None)
     phases = {"phases": "2:x16"}
     with pytest.raises(DataError, match="have one length"):
         optimus_jax.train("gpt2-nano", data=of_grain(), run_dir=tmp_path / "c", **settings | phases)
@@ -112,7 +117,7 @@ def test_a_task_is_given_as_an_object_and_needed_again(tmp_path):
         optimus_jax.train(**run, **again)
     after = optimus_jax.train(task=own, **run, **again)
     assert losses(after)[1] > 1.5 * losses(usual)[0]
-    measured = {"data": RECORDS[:20], "say": lambda text: None}
+    measured = {"data": RECORDS[:20], "warn": lambda text: None}
     with pytest.raises(ConfigError, match=r"(?s)its task was an object.*--task next_token"):
         optimus_jax.evaluate(tmp_path / "own", **measured)
     found, usually = (

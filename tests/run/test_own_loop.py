@@ -124,11 +124,12 @@ def test_a_batch_cannot_be_left_out(text, tmp_path):
         learn(text, tmp_path / "run", leave_one_out, steps=4)
 
 
-def test_an_error_in_the_loop_costs_no_step(text, tmp_path):
-    class Told(Callback):
-        def on_end(self, step, reason):
-            self.ended = step, reason
+class Told(Callback):
+    def on_end(self, step, reason):
+        self.ended = step, reason
 
+
+def test_an_error_in_the_loop_costs_no_step(text, tmp_path):
     def fail(loop):
         if loop.steps_done == 2:
             raise ZeroDivisionError
@@ -137,7 +138,8 @@ def test_an_error_in_the_loop_costs_no_step(text, tmp_path):
     with pytest.raises(ZeroDivisionError):
         learn(text, run, fail, steps=4, callbacks=[told])
     assert told.ended == (2, "error")
-    assert not events(run, "end")
+    (end,) = events(run, "end")
+    assert (end["step"], end["reason"], end["why"]) == (2, "error", "ZeroDivisionError")
     with optimus_jax.training_loop(run_dir=run, resume=True, progress="none") as loop:
         assert loop.steps_done == 2, "the state was saved"
 
@@ -155,8 +157,11 @@ def test_a_loop_that_is_left_early_was_interrupted(text, tmp_path):
         if loop.steps_done == 3:
             raise SystemExit(5)
 
-    with pytest.raises(SystemExit):
-        learn(text, tmp_path / "left", leave, steps=9)
+    told = Told()
+    with pytest.raises(SystemExit) as left:
+        learn(text, tmp_path / "left", leave, steps=9, callbacks=[told])
+    assert left.value.code == 5
+    assert told.ended == (3, "interrupt")
     assert [event["step"] for event in events(tmp_path / "left", "checkpoint")] == [3]
 
 

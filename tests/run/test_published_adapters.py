@@ -93,6 +93,13 @@ def test_a_run_has_the_loss_of_peft_and_goes_on(peft_model, adapters, llama, wor
     ours = optimus_jax.train(init_from=theirs, run_dir=tmp_path / "run", **command)
     assert ours.history[0].loss == pytest.approx(merged.history[0].loss, rel=F32_RELATIVE)
     assert ours.history[0].loss != pytest.approx(plain.history[0].loss, rel=1e-3)
+    measured = [
+        optimus_jax.evaluate(
+            model, data=words, examples=8, mesh="data=8", seq_len=16, warn=lambda text: None
+        ).loss
+        for model in (tmp_path / "merged", theirs)
+    ]
+    assert measured[1] == pytest.approx(measured[0], rel=F32_RELATIVE)
     config = Config.from_json((tmp_path / "run" / "config.json").read_text())
     assert (config.init_from, config.adapters_from) == (str(llama), str(theirs))
     tuning = config.model.tuning

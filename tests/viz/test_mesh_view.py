@@ -1,12 +1,14 @@
 """The output of `show_mesh`, compared with the shardings of a run."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
 import optimus_jax
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.config.request import make_config
-from optimus_jax.errors import OptimusError
+from optimus_jax.errors import ConfigError, OptimusError
 from optimus_jax.mesh.build import build_mesh, discover
 from optimus_jax.planning.search.assemble import plan_for
 from optimus_jax.viz.layouts import model_tensors
@@ -80,3 +82,19 @@ def test_the_view_prints_as_text_and_as_html():
 def test_an_impossible_mesh_is_an_error(arguments, message):
     with pytest.raises(OptimusError, match=message):
         optimus_jax.show_mesh(**{"model": "gpt2-nano", **arguments})
+
+
+def test_a_model_is_a_name_a_path_or_a_config():
+    by_path = optimus_jax.show_mesh("fsdp=8", model=Path("gpt2-nano"))
+    assert str(by_path) == str(optimus_jax.show_mesh("fsdp=8", model="gpt2-nano"))
+    (best, *_) = optimus_jax.find_plans(Path("gpt2-nano"), "h100:8")
+    assert best.axes.num_devices == 8
+    for wrong, given in (
+        (optimus_jax.ModelConfig, "the class ModelConfig"),
+        (8, "a int"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s)a model is the name.*given: {given}"):
+            optimus_jax.show_mesh("fsdp=8", model=wrong)
+        with pytest.raises(ConfigError, match=rf"(?s)a model is the name.*given: {given}"):
+            optimus_jax.find_plans(wrong, "h100:8")
