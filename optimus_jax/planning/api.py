@@ -42,6 +42,7 @@ from optimus_jax.planning.search.explain import (
 from optimus_jax.planning.search.layouts import Rejection
 from optimus_jax.planning.search.phase_plans import plans_ahead
 from optimus_jax.planning.search.search import Pricing, Ranking, ReportStatus, search
+from optimus_jax.system.paths import UserPath
 from optimus_jax.training.config_checks import check_config
 from optimus_jax.training.tasks import kept_model
 from optimus_jax.weights.published import MODEL, PublishedSource
@@ -249,7 +250,7 @@ class PlanSearch:
 
 
 def find_plans(
-    model: str | ModelConfig,
+    model: UserPath | ModelConfig,
     cluster: str | Cluster | None = None,
     *,
     top: int = 10,
@@ -288,7 +289,7 @@ def find_plans(
 
 
 def search_plans(
-    model: str | ModelConfig,
+    model: UserPath | ModelConfig,
     cluster: str | Cluster | LocalCluster,
     *,
     top: int,
@@ -345,7 +346,7 @@ def search_plans(
 
 
 def measured_here(
-    model: str | ModelConfig, links: Iterable[str], overrides: dict[str, Any]
+    model: UserPath | ModelConfig, links: Iterable[str], overrides: dict[str, Any]
 ) -> LocalCluster:
     """This process's devices. Measured once, in one to three minutes, so that wrong settings are
     reported before: raises OptimusError for those.
@@ -382,7 +383,7 @@ def priced(
     return Pricing(config, where, rates or Rates.of(where.accelerator))
 
 
-def config_for(model: str | ModelConfig, where: Cluster, overrides: dict[str, Any]) -> Config:
+def config_for(model: UserPath | ModelConfig, where: Cluster, overrides: dict[str, Any]) -> Config:
     """The config for a search. Settings that are not given get the defaults for these devices.
 
     Adapters that `init_from` names are those of the model, as where a run begins with both.

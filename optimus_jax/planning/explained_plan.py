@@ -20,7 +20,7 @@ from optimus_jax.system.paths import UserPath
 
 def explain_plan(
     plan: Plan | RankedPlan | UserPath,
-    model: str | ModelConfig,
+    model: UserPath | ModelConfig,
     cluster: str | Cluster | None = None,
     *,
     links: Iterable[str] = (),
