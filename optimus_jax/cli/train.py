@@ -70,6 +70,12 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         help="files, globs, folders, URLs or `stdlib`, or NAME=WEIGHT:PATH each (default: stdlib)",
     )
     flags.add_argument(
+        "--eval-data",
+        nargs="*",
+        metavar="PATH",
+        help="held-out data of the same kind (default: a share of --data, data.eval_fraction)",
+    )
+    flags.add_argument(
         "--tokenizer",
         metavar="PATH",
         help=(
@@ -149,8 +155,8 @@ def parser(note: Callable[[str], None] = say) -> Parser:
         INIT_FROM,
         metavar="DIR",
         help=(
-            "parameters of a run, DIR or DIR@STEP, a published model or PEFT's adapters (default:"
-            " the model's)"
+            "begin with a run, DIR or DIR@STEP, a published model or PEFT's adapters (default:"
+            " --model)"
         ),
     )
     flags.add_argument(

@@ -52,6 +52,10 @@ _ALIASES = {
         "clip_norm max_grad_norm clip_grad grad_clip gradient_clipping gradient_clip_val"
         " gradient_clipping_threshold max_norm clip_grad_norm gradient_max_norm clip_gradients"
     ),
+    "evaluation.data": (
+        "validation_file valid_data_path val_file eval_dataset validation_data"
+        " validation_dataset valid_file dev_file eval_file"
+    ),
     "checkpoint.every": (
         "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_period"
         " save_frequency checkpoint_freq ckpt_every save_checkpoint_steps checkpoint_every_n_steps"

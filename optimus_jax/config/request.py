@@ -40,6 +40,7 @@ from optimus_jax.system.paths import UserPath
 
 SHORT_NAMES = {
     "data": "data.sources",
+    "eval_data": "evaluation.data",
     "tokenizer": "data.tokenizer",
     "seq_len": "data.seq_len",
     "global_batch": "data.global_batch",
@@ -230,6 +231,7 @@ def _with_whole_paths(config: Config) -> Config:
     return dataclasses.replace(
         config,
         data=config.data.with_whole_paths(),
+        evaluation=config.evaluation.with_whole_paths(),
         init_from=named
         and str(
             HubModel.parse(named) or RunCheckpoint.parse(named, what=INIT_FROM).with_whole_path()

@@ -2,12 +2,14 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from optimus_jax.config.checks import check_not_negative, check_positive
+from optimus_jax.config.data import whole_path
+from optimus_jax.config.weighted_sources import weighted_sources
 from optimus_jax.errors import ConfigError, explain
-from optimus_jax.system.paths import local_path
+from optimus_jax.system.paths import local_path, user_path
 
 LearningRateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -237,6 +239,9 @@ class AugmentationConfig:
 class EvaluationConfig:
     """The fixed set of held-out examples used by every evaluation of a run."""
 
+    data: tuple[str, ...] = ()
+    """Held-out data, named as data.sources but without weights; empty: the share
+    data.eval_fraction of these."""
     examples: int | None = None
     """Number of held-out examples, taken from the start; None: 128, or as eval_batches says."""
     seq_len: int | None = None
@@ -248,6 +253,20 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         check_positive(self, "examples", "seq_len")
         check_not_negative(self, "transcribed")
+        for source in self.data:
+            user_path(source, what="--eval-data")
+        if weighted_sources(self.data):
+            raise ConfigError(
+                explain(
+                    "data to measure on has no weights",
+                    given=f"evaluation.data={','.join(self.data)}",
+                    do="give paths alone",
+                )
+            )
+
+    def with_whole_paths(self) -> "EvaluationConfig":
+        """The same with absolute paths, so that data is found from any working directory."""
+        return replace(self, data=tuple(map(whole_path, self.data)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from optimus_jax.data.given import (
     read_given,
     tokens_given,
 )
-from optimus_jax.data.identity import DataIdentity, identity_of
+from optimus_jax.data.identity import HELD_OUT_CONTENT, DataIdentity, identity_of
 from optimus_jax.data.images import read_images
 from optimus_jax.data.iterated import IteratedExamples, has_state
 from optimus_jax.data.labelled import (
@@ -41,6 +41,7 @@ from optimus_jax.data.labelled import (
     encode_labelled,
 )
 from optimus_jax.data.mixture import HeldOutMixture, Mixture, period_counts
+from optimus_jax.data.named_files import FileExamples
 from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
 from optimus_jax.data.record_reader import RecordReader
@@ -93,9 +94,24 @@ class Data:
     labels: tuple[str, ...] = ()
     """Names of the labels that are learnt; empty: none are."""
 
+    def with_held_out(self, other: "Data", name: str) -> "Data":
+        """The same data, with all of another one to evaluate on, which has this name."""
+        return dataclasses.replace(
+            self,
+            held_out=mixed(other.train),
+            description=f"{self.description}; evaluated on {name}",
+            identity={**self.identity, HELD_OUT_CONTENT: other.identity["content"]},
+            notes=(*self.notes, *other.notes),
+        )
+
     def with_notes(self, notes: Iterable[str]) -> "Data":
         """The same data with more notes, which come first."""
         return dataclasses.replace(self, notes=(*notes, *self.notes))
+
+
+def mixed(whole: Examples) -> Examples:
+    """All examples, in an order in which the first ones have all labels."""
+    return whole.mixed() if isinstance(whole, Pieces | FileExamples) else whole
 
 
 def load_data(

@@ -109,6 +109,22 @@ def check_records(data: object) -> RandomAccess | Iterable[Any]:
     return data
 
 
+def check_ends(data: RandomAccess | Iterable[Any], name: str) -> None:
+    """Raise DataError if data is an iterator, which may have no end.
+
+    Args:
+      name: of the argument.
+    """
+    if has_state(data):
+        raise DataError(
+            explain(
+                "what is measured has to have an end",
+                given=f"{name}, a {type(data).__name__}",
+                do="give records by number, such as a list, or paths",
+            )
+        )
+
+
 def read_given(
     data: RandomAccess,
     text_field: str,

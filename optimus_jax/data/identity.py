@@ -12,6 +12,8 @@ from optimus_jax.data.tokens import (
     is_on_disk,
 )
 
+HELD_OUT_CONTENT = "held_out_content"
+"""Name in an identity of the digest of held-out data with sources of its own."""
 DataIdentity = dict[str, int | str]
 """Fingerprint of a data set, JSON values by name: see `identity_of` and `differences`."""
 

@@ -162,7 +162,10 @@ def check_held_out(
       DataError: the stream is shorter than one example, or no token of the examples counts.
     """
     _check_length(
-        stream, seq_len, do="raise data.eval_fraction, or do not evaluate: --set eval_every=0"
+        stream,
+        seq_len,
+        do="raise data.eval_fraction, name more --eval-data, or do not evaluate: --set"
+        " eval_every=0",
     )
     found = min(num_examples, count_examples(stream, seq_len))
     cut = {"seq_len": seq_len, "num_rows": _CHECKED_ROWS, "rows": np.arange(_CHECKED_ROWS)}
@@ -172,7 +175,8 @@ def check_held_out(
             explain(
                 f"no token of {stream.name} counts: each is the last one of its document",
                 given=f"{found:,} examples of {seq_len:,} tokens",
-                do="raise data.eval_fraction, use --set data.respect_documents=false, "
+                do="raise data.eval_fraction, name other --eval-data, use --set"
+                " data.respect_documents=false, "
                 "or do not evaluate: --set eval_every=0",
             )
         )

@@ -26,6 +26,7 @@ def train(
     data: GivenData | None = None,
     optimizer: str | optax.GradientTransformation | None = None,
     task: str | Task | None = None,
+    eval_data: GivenData | None = None,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> RunResult:
@@ -52,6 +53,8 @@ def train(
         run needs it again.
       task: name of what is learnt, such as classification; or a Task (training/task.py), with a
         loss of its own. A resumed run needs the object again.
+      eval_data: held-out data, as `data`, but no iterator; None: a share of `data`, which
+        `data.eval_fraction` says. A resumed run needs the object again.
       callbacks: are told what the run does (training/callbacks.py).
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, also as a dict or AxisSizes,
         `lr=1e-3`) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
@@ -70,6 +73,7 @@ def train(
         data=data,
         optimizer=optimizer,
         task=task,
+        eval_data=eval_data,
         callbacks=callbacks,
         overrides=overrides,
     )
@@ -90,6 +94,7 @@ def training_loop(
     data: GivenData | None = None,
     optimizer: str | optax.GradientTransformation | None = None,
     task: str | Task | None = None,
+    eval_data: GivenData | None = None,
     callbacks: Sequence[Callback] = (),
     **overrides: Any,
 ) -> Iterator[TrainingLoop]:
@@ -116,6 +121,7 @@ def training_loop(
         data=data,
         optimizer=optimizer,
         task=task,
+        eval_data=eval_data,
         callbacks=callbacks,
         overrides=overrides,
         has_own_loop=True,

@@ -22,8 +22,7 @@ from optimus_jax.config import Config
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.given import RandomAccess, given_in_python
-from optimus_jax.data.iterated import has_state
+from optimus_jax.data.given import RandomAccess, check_ends, given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
@@ -121,14 +120,8 @@ def evaluate(
     overrides, objects = with_objects(overrides, data, None, overrides.pop(TASK, None))
     if objects.task is not None:
         use_own_task(objects.task)
-    if has_state(objects.records):
-        raise DataError(
-            explain(
-                "what is measured has to have an end",
-                given=f"data=, a {type(objects.records).__name__}",
-                do="give records by number, such as a list, or paths",
-            )
-        )
+    if objects.records is not None:
+        check_ends(objects.records, "data=")
     adapters = PublishedAdapters.parse(str(model), what=RUN)
     source = parameter_source(str(model)) if adapters is None else adapters.published_base()
     source = _at_step(source, step)
@@ -144,7 +137,7 @@ def evaluate(
                     " task=; the run's own evaluations are in its events.jsonl",
                 )
             )
-        if data is None and "data.sources" not in overrides and given_in_python(base.data.sources):
+        if data is None and "data.sources" not in overrides and _is_in_python(base):
             raise ConfigError(
                 explain(
                     "what the run holds out is not here: its data was an object of the program",
@@ -156,7 +149,7 @@ def evaluate(
     else:
         run, base, given = None, None, {}
     if data is not None:
-        given |= {"data.eval_fraction": 0.0}
+        given |= {"data.eval_fraction": 0.0, "evaluation.data": ()}
     elif run is None:
         raise ConfigError(
             explain(
@@ -211,6 +204,11 @@ def evaluate(
             warn,
             has_batch="data.global_batch" in overrides,
         )
+
+
+def _is_in_python(run: Config) -> bool:
+    """Whether what a run holds out is of objects of its program."""
+    return given_in_python(run.data.sources) or given_in_python(run.evaluation.data)
 
 
 def _at_step(source: PublishedSource | RunSource, step: int | None) -> PublishedSource | RunSource:

@@ -8,7 +8,7 @@ import optax
 
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.request import dotted
-from optimus_jax.data.given import RandomAccess, check_paths, check_records, is_paths
+from optimus_jax.data.given import RandomAccess, check_ends, check_paths, check_records, is_paths
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.own_optimizer import (
@@ -32,6 +32,8 @@ class PythonObjects:
 
     records: RandomAccess | Iterable[Any] | None
     """Its data; None: it is named by paths."""
+    held_out: RandomAccess | None
+    """Its held-out data; None: it is named by paths, or a share of the data."""
     optimizer: optax.GradientTransformation | None
     """Its optimizer; None: it is one of OPTIMIZERS."""
     task: Task | None
@@ -53,22 +55,20 @@ def with_objects(
     data: GivenData | None,
     optimizer: str | optax.GradientTransformation | None,
     task: str | Task | None = None,
+    eval_data: GivenData | None = None,
 ) -> tuple[dict[str, Any], PythonObjects]:
     """All settings by dotted name, those that stand for objects among them; and these objects.
 
     Args:
       overrides: settings by any name.
-      data, optimizer, task: arguments of `train`.
+      data, optimizer, task, eval_data: arguments of `train`.
     Raises:
       OptimusError: an object cannot be used, or a setting has no use beside it.
     """
-    given, records = dict(overrides), None
-    if data is not None and is_paths(data):
-        check_paths(cast(UserPath | Sequence[UserPath], data))
-        given["data"] = data
-    elif data is not None:
-        records = check_records(data)
-        given["data"] = IN_PYTHON
+    given = dict(overrides)
+    records, held_out = _named(given, "data", data), _named(given, "eval_data", eval_data)
+    if held_out is not None:
+        check_ends(held_out, "eval_data=")
     own_task = task if isinstance(task, Task) else None
     if not isinstance(task, str | Task | None):
         raise ConfigError(
@@ -92,7 +92,9 @@ def with_objects(
     if task is not None:
         settings[TASK] = IN_PYTHON if own_task else task
     if optimizer is None or isinstance(optimizer, str):
-        return settings, PythonObjects(records=records, optimizer=None, task=own_task)
+        return settings, PythonObjects(
+            records=records, held_out=held_out, optimizer=None, task=own_task
+        )
     if twice := sorted(SETTINGS.keys() & settings):
         raise ConfigError(
             explain(
@@ -102,4 +104,20 @@ def with_objects(
             )
         )
     own = check_transformation(optimizer)
-    return {**settings, **SETTINGS}, PythonObjects(records=records, optimizer=own, task=own_task)
+    return {**settings, **SETTINGS}, PythonObjects(
+        records=records, held_out=held_out, optimizer=own, task=own_task
+    )
+
+
+def _named(given: dict[str, Any], name: str, data: GivenData | None) -> Any:
+    """Put data into settings by its name: its paths, or what stands for objects of the program,
+    which are returned. Raises DataError if it is neither.
+    """
+    if data is None:
+        return None
+    if is_paths(data):
+        check_paths(cast(UserPath | Sequence[UserPath], data))
+        given[name] = data
+        return None
+    given[name] = IN_PYTHON
+    return check_records(data)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import not_given
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.dataset import Data, load_data
-from optimus_jax.data.given import RandomAccess
+from optimus_jax.data.dataset import Data, load_data, mixed
+from optimus_jax.data.given import RandomAccess, given_in_python
 from optimus_jax.data.iterated import IteratedExamples
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
-from optimus_jax.data.named_files import FileExamples
-from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.recordings import Recordings
 from optimus_jax.data.sampler import count_examples
 from optimus_jax.data.tokenizers import Tokenizer
@@ -74,6 +73,7 @@ class Inputs:
         config: Config,
         run: RunDirectory | None = None,
         given: RandomAccess | Iterable[Any] | None = None,
+        given_held_out: RandomAccess | None = None,
     ) -> "Inputs":
         """Read the data and check that it suffices for every phase. Does not wait for other
         processes.
@@ -82,6 +82,8 @@ class Inputs:
           run: the run to resume, with its stored tokenizer and held-out split; None: a new run.
           given: the data that a program gives, by number or as an iterator with a state; None: it
             is named by paths.
+          given_held_out: the held-out data that a program gives; None: it is named by paths, or a
+            share of the data.
         Raises:
           DataError: the data is unusable or too short.
         """
@@ -91,22 +93,41 @@ class Inputs:
             if run is None
             else (tokenizer_of_run(run, config.data), held_out_in_run(run))
         )
-        data = load_data(
-            config.data,
+        load = partial(
+            load_data,
             # The text of a recording is never cut, in no example.
             seq_len=min(config.seq_len, config.eval_seq_len)
             if task.reads == "recordings"
             else config.seq_len,
             vocab_size=model.vocab_size,
             model_name=model.name,
-            tokenizer=tokenizer,
-            by=by,
             kind=task.reads,
-            labels=model.labels,
             label_place="last" if features_of(model).causal else "first",
             values_for=None if model.reads == "text" else model,
+        )
+        has_own = bool(config.evaluation.data)
+        data = load(
+            replace(config.data, eval_fraction=0.0) if has_own else config.data,
+            tokenizer=tokenizer,
+            by=by,
+            labels=model.labels,
             given=given,
         )
+        if has_own:
+            if given_held_out is None and given_in_python(config.evaluation.data):
+                raise not_given("evaluation.data", "eval_data")
+            held_out = load(
+                replace(config.data, sources=config.evaluation.data, eval_fraction=0.0, phases=()),
+                tokenizer=data.tokenizer,
+                labels=data.labels or model.labels,
+                given=given_held_out,
+            )
+            data = data.with_held_out(
+                held_out,
+                "eval_data, given in Python"
+                if given_held_out is not None
+                else " ".join(config.evaluation.data),
+            )
         if isinstance(data.train, IteratedExamples):
             _check_one_length(config)
         num_eval_examples = (
@@ -132,9 +153,7 @@ class Inputs:
         """The same data, of which evaluations read all and training nothing. For data of which
         nothing is held out. Examples with labels are mixed, so that the first ones have all labels.
         """
-        config, whole = self.config, self.data.train
-        if isinstance(whole, Pieces | FileExamples):
-            whole = whole.mixed()
+        config, whole = self.config, mixed(self.data.train)
         number = check_held_out(
             whole,
             seq_len=config.eval_seq_len,

@@ -165,6 +165,7 @@ def _of_training(
     # A task that a program gave is not here when another one exports the run.
     task = dict(named_tasks()).get(task_name(config))
     term = "token" if task is None else task.term
+    per_term = f"{'nats' if task is None else task.unit} per {term}"
     steps = [record for record in run.metrics() if record.step <= step]
     events = [event for event in run.events() if event.get("step", 0) <= step]
     evaluations = [event for event in events if event.get("event") == "eval"]
@@ -178,10 +179,10 @@ def _of_training(
     elif steps:
         yield f"{term}s seen", f"{sum(record.tokens for record in steps):,}"
     if loss is not None:
-        yield "training loss", f"{loss:.4f} nats per {term}, of step {steps[-1].step:,}"
+        yield "training loss", f"{loss:.4f} {per_term}, of step {steps[-1].step:,}"
     if isinstance(held_out, float):
         after = f"after step {evaluations[-1]['step']:,}"
-        yield "held-out loss", f"{held_out:.4f} nats per {term}, {after}"
+        yield "held-out loss", f"{held_out:.4f} {per_term}, {after}"
         for name, value in metrics.items():
             if isinstance(value, float):
                 yield f"held-out {name}", f"{value:.4f}, {after}"

@@ -454,6 +454,7 @@ def _show_end(display: Display, outcome: TrainingResult, run: RunDirectory, conf
         f", {name}=..."
         for name, is_object in (
             ("data", given_in_python(config.data.sources)),
+            ("eval_data", given_in_python(config.evaluation.data)),
             ("optimizer", config.optimizer.name == IN_PYTHON),
             ("task", config.task == IN_PYTHON),
         )

@@ -125,6 +125,7 @@ def run_whole(
     data: GivenData | None,
     optimizer: str | optax.GradientTransformation | None,
     task: str | Task | None,
+    eval_data: GivenData | None,
     callbacks: Sequence[Callback],
     overrides: dict[str, Any],
     has_own_loop: bool = False,
@@ -136,7 +137,7 @@ def run_whole(
     given, overrides = parameters(overrides, {"model": model, "config": config, "run_dir": run_dir})
     model, config, run_dir = given["model"], given["config"], given["run_dir"]
     begun_with = None if model is None else checked_model(model)
-    overrides, objects = with_objects(overrides, data, optimizer, task)
+    overrides, objects = with_objects(overrides, data, optimizer, task, eval_data)
     objects.install()
     is_auto = resume == "auto"
     stored, run_dir = locate(run_dir, config, overrides)
@@ -266,7 +267,7 @@ def _train(
                     launch,
                     is_auto,
                 )
-            inputs = Inputs.of(config, run, objects.records)
+            inputs = Inputs.of(config, run, objects.records, objects.held_out)
             config, now = inputs.config, in_phase(inputs.config, phase_after(config, first_step))
             if run is None:  # after reading the data, so that a failed start leaves no directory
                 run = new_directory(run_dir, config, launch, display, is_auto)

@@ -93,6 +93,8 @@ class Task:
     sums are divided by it, over all devices."""
     term: str = "token"
     """What a term is, in the singular."""
+    unit: str = "nats"
+    """What the loss of a term is counted in."""
     arrays: Mapping[str, BatchArray]
     """The arrays of a batch. Those that the model reads (tokens, positions, segments, examples) are
     among them."""

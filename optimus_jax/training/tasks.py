@@ -141,6 +141,7 @@ TASKS: dict[str, Task] = {
         loss=patch_loss,
         count=_count_tokens,
         term="hidden patch",
+        unit="mean absolute difference",
         arrays=IMAGE_ARRAYS,
         reads="unlabelled_images",
         is_causal=False,

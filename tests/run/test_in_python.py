@@ -1,5 +1,6 @@
 """A run whose data and optimizer are objects of a program."""
 
+import json
 from dataclasses import replace
 
 import grain
@@ -65,6 +66,35 @@ def test_objects_train_as_what_has_names_and_are_needed_again(tmp_path):
         tmp_path / "own", data=RECORDS[:20], mesh="data=8", warn=lambda text: None
     )
     assert 0 < found.loss < losses(first)[0]
+
+
+def test_held_out_data_of_its_own_is_all_that_is_measured(tmp_path):
+    others = [{"text": f"{n} and {n} make {2 * n}, and no more"} for n in range(30)]
+    path = tmp_path / "others.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in others))
+    settings = OPTIONS | {"eval_every": 2, "mesh": "data=8"}
+    run = tmp_path / "run"
+    optimus_jax.train("gpt2-nano", data=RECORDS, eval_data=path, steps=2, run_dir=run, **settings)
+    (event,) = [one for one in RunDirectory(run).events() if one["event"] == "eval"]
+    found = optimus_jax.evaluate(run, data=others, mesh="data=8", warn=lambda text: None)
+    assert found.loss == pytest.approx(event["loss"], rel=F32_RELATIVE)
+    again = {"run_dir": run, "resume": True, "progress": "none", "data": RECORDS}
+    given = optimus_jax.train(eval_data=others[:20], steps=4, **again)
+    assert given.reason == "done"
+    with pytest.raises(ConfigError, match=r"(?s)evaluation.data is an object.*eval_data=\.\.\."):
+        optimus_jax.train(steps=6, **again)
+    optimus_jax.train(eval_data=path, steps=6, **again)
+    changes = [one["settings"] for one in RunDirectory(run).events() if one["event"] == "resume"]
+    assert [change["evaluation.data"][1] for change in changes] == [["<python>"], [str(path)]]
+
+
+@pytest.mark.parametrize(
+    ("eval_data", "message"),
+    [(lambda: of_grain(), "has to have an end"), (lambda: ["a=1:x"], "has no weights")],
+)
+def test_held_out_data_is_named_alone_and_ends(tmp_path, eval_data, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        optimus_jax.train("gpt2-nano", data=RECORDS, eval_data=eval_data(), run_dir=tmp_path / "r")
 
 
 def of_grain():

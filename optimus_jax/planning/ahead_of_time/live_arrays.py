@@ -94,7 +94,7 @@ class _Peaks:
     def _peak(self, computation: str) -> _Peak:
         values: dict[str, Any] = {}
         made: dict[int, LiveArray] = {}
-        inside: dict[int, _Peak] = {}
+        nested: dict[int, _Peak] = {}
         filled: dict[int, str] = {}
         instructions = self._program.computations[computation]
         for place, i in enumerate(instructions.values()):
@@ -107,7 +107,7 @@ class _Peaks:
             made |= {id(each): each for each in _all(value) if id(each) not in known}
             if i.opcode in _RUNNING:
                 peaks = [self.of(callee) for callee in i.callees]
-                largest = inside[place] = max(peaks, key=lambda peak: peak.num_bytes)
+                largest = nested[place] = max(peaks, key=lambda peak: peak.num_bytes)
                 if i.opcode == "while":
                     for peak in peaks:
                         filled |= {id(carried[at]): name for at, name in peak.filled.items()}
@@ -123,7 +123,7 @@ class _Peaks:
         # Arguments and results are the caller's; constants are beside the program's memory.
         elsewhere = _of(instructions, "parameter", "constant"), [self._program.root(computation)]
         outside = {id(a) for group in elsewhere for i in group for a in _all(values[i.name])}
-        peak = _most([array for key, array in made.items() if key not in outside], inside)
+        peak = _most([array for key, array in made.items() if key not in outside], nested)
         peak.filled = {at: filled[id(each)] for at, each in enumerate(given) if id(each) in filled}
         result = values[self._program.root(computation).name]
         peak.results = [filled.get(id(array), array.source) for array in _all(result)]
@@ -200,12 +200,12 @@ class _Peaks:
         return next(_all(values[_through(instructions, instructions[name], _MOVING).name])).source
 
 
-def _most(made: Sequence[LiveArray], inside: Mapping[int, _Peak]) -> _Peak:
+def _most(made: Sequence[LiveArray], nested: Mapping[int, _Peak]) -> _Peak:
     """The peak of a computation with these arrays, and peaks of computations that it runs."""
     found = _Peak()
-    for place in sorted({array.first for array in made} | set(inside)):
+    for place in sorted({array.first for array in made} | set(nested)):
         alive = [array for array in made if array.first <= place <= array.last]
-        within = inside.get(place, _Peak())
+        within = nested.get(place, _Peak())
         total = sum(array.num_bytes for array in alive) + within.num_bytes
         if total > found.num_bytes:
             found = _Peak(num_bytes=total, arrays=[*alive, *within.arrays])
