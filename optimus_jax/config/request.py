@@ -97,6 +97,7 @@ KNOWN_BY_CONTENT = (
     "data.label_field",
     "data.skip_bad_lines",
     "data.allow_change",
+    "evaluation.data",
 )
 """Exceptions to FIXED_FOR_A_RUN: data files may have moved. run/first_state.py compares their
 content."""
@@ -302,7 +303,11 @@ def canonical(entries: Iterable[Entry], *, note: Callable[[str], None] = say) ->
         target, is_ours = _target(name, value, others)
         if not is_ours:
             note(f"{name} is taken as {target}")
-        if target == "data.sources" and name != target and isinstance(value, str):
+        if (
+            target in (SHORT_NAMES["data"], SHORT_NAMES["eval_data"])
+            and name != target
+            and isinstance(value, str)
+        ):
             # only in the text of --set does a comma separate paths; a string given in Python is one
             # path
             value = (value,)

@@ -65,6 +65,9 @@ from optimus_jax.errors import DataError, explain
 RULES: tuple[HeldOutBy, ...] = get_args(HeldOutBy)
 OF_TEXTS = ("documents", "texts")
 """Kinds of examples that texts without labels become."""
+NONE_OF_ITERATOR = (
+    "nothing of an iterator is held out; give eval_data, or measure with optimus_jax.evaluate"
+)
 _KINDS = {
     str: "texts",
     RenderedChat: "conversations",
@@ -82,7 +85,7 @@ class Data:
     train: Examples
     """Tokens to learn from."""
     held_out: Examples | None
-    """Tokens to evaluate on; None if data.eval_fraction is 0."""
+    """Tokens to evaluate on; None if there are none."""
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
     description: str
@@ -100,8 +103,8 @@ class Data:
             self,
             held_out=mixed(other.train),
             description=f"{self.description}; evaluated on {name}",
-            identity={**self.identity, HELD_OUT_CONTENT: other.identity["content"]},
-            notes=(*self.notes, *other.notes),
+            identity={**self.identity, HELD_OUT_CONTENT: _digest(other.identity)},
+            notes=(*[note for note in self.notes if note != NONE_OF_ITERATOR], *other.notes),
         )
 
     def with_notes(self, notes: Iterable[str]) -> "Data":
@@ -127,6 +130,8 @@ def load_data(
     label_place: LabelPlace = "first",
     values_for: ModelConfig | None = None,
     given: RandomAccess | Iterable[Any] | None = None,
+    held_out: tuple[str, ...] = (),
+    given_held_out: RandomAccess | None = None,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -147,6 +152,8 @@ def load_data(
       values_for: the model that reads images or sound, of which sources then consist.
       given: the records or token ids that a program gives, if the sources stand for these; an
         iterator of them has a state (data/iterated.py).
+      held_out: sources of held-out data; empty: a share of the data is held out.
+      given_held_out: the same of what a program gives, if `held_out` stands for it.
     Raises:
       ConfigError: the sources stand for data of a program, and none is given.
       DataError: a source, the tokenizer or a token cannot be used.
@@ -154,6 +161,8 @@ def load_data(
     tokenizer = tokenizer or load_tokenizer(
         config.tokenizer, config.eos, chat_template=config.chat_template
     )
+    if held_out:
+        config = dataclasses.replace(config, eval_fraction=0.0)
     loader = _SourceLoader(
         config,
         tokenizer,
@@ -169,6 +178,12 @@ def load_data(
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
     data = _mixed(config.mixture, parts) if config.mixture else parts[0]
+    if held_out:
+        if given_held_out is None and given_in_python(held_out):
+            raise not_given("evaluation.data", "eval_data")
+        own = dataclasses.replace(loader, labels=data.labels or labels, given=given_held_out)
+        name = " ".join(held_out) if given_held_out is None else "eval_data, given in Python"
+        data = data.with_held_out(own.load(held_out, None), name)
     # Once for all sources: the tokenizer has counted over all of them.
     return dataclasses.replace(data, notes=(*data.notes, *tokenizer.notes))
 
@@ -324,7 +339,7 @@ class _SourceLoader:
                 "eos": tokenizer.eos,
                 "held_out_by": "documents",
             },
-            notes=("nothing of an iterator is held out; measure with optimus_jax.evaluate",),
+            notes=(NONE_OF_ITERATOR,),
         )
 
     def _of_images(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
@@ -585,9 +600,7 @@ def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
             + ", ".join(f"{name} {n:,}" for name, n in zip(names, counts, strict=True))
             + f" of {sum(counts):,} examples"
         )
-    content = json.dumps(
-        [[count, part.identity] for count, part in zip(counts, parts, strict=True)]
-    )
+    content = [[count, part.identity] for count, part in zip(counts, parts, strict=True)]
     train = Mixture(names=names, parts=tuple(part.train for part in parts), counts=counts)
     held_out = [part.held_out for part in parts if part.held_out is not None]
     shares = "; ".join(
@@ -603,7 +616,7 @@ def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
         description=f"mixture of {len(parts)} sources by examples: {shares}",
         identity={
             "tokens": sum(int(part.identity["tokens"]) for part in parts),
-            "content": hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+            "content": _digest(content),
             "documents": sum(int(part.identity["documents"]) for part in parts),
             "tokenizer": parts[0].identity["tokenizer"],
             "eos": parts[0].identity["eos"],
@@ -612,3 +625,8 @@ def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
         notes=tuple(dict.fromkeys(notes)),
         labels=parts[0].labels,
     )
+
+
+def _digest(value: Any) -> str:
+    """16 hexadecimal digits for a JSON value."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -59,23 +59,33 @@ def is_paths(data: object) -> bool:
     )
 
 
-def check_paths(data: UserPath | Sequence[UserPath]) -> None:
-    """Raise DataError if a path is a text itself: it has several lines, or no name is that long."""
+def check_paths(data: UserPath | Sequence[UserPath], name: str = "data") -> None:
+    """Raise DataError if there is none, or one is a text itself: it has several lines, or no name
+    is that long.
+
+    Args:
+      name: of the argument.
+    """
+    if not data:
+        raise DataError(explain(f"{name}= is empty", given=repr(data), do=GIVE_RECORDS))
     for item in [data] if isinstance(data, str | os.PathLike) else data:
         path = str(item)
         if "\n" in path or max(map(len, path.split("/"))) > MAX_NAME_CHARS:
             raise DataError(
                 explain(
-                    "data= names paths, and a text is none",
+                    f"{name}= names paths, and a text is none",
                     given=shown(path[:100], quoted=True),
                     do=TEXTS_AS_RECORDS,
                 )
             )
 
 
-def check_records(data: object) -> RandomAccess | Iterable[Any]:
+def check_records(data: object, name: str = "data") -> RandomAccess | Iterable[Any]:
     """Data that is no paths. Raises DataError unless it has items by number, and the first of them
     can be read; or is an iterator with a state.
+
+    Args:
+      name: of the argument.
     """
     wrong = None
     if has_state(data):
@@ -94,7 +104,7 @@ def check_records(data: object) -> RandomAccess | Iterable[Any]:
     if wrong is not None:
         raise DataError(
             explain(
-                "data must be paths, items by number, or an iterator with a state",
+                f"{name} must be paths, items by number, or an iterator with a state",
                 given=f"a {type(data).__name__}, which {wrong}",
                 do=_advice(data) or GIVE_RECORDS,
             )

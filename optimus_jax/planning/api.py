@@ -14,6 +14,7 @@ from optimus_jax.config.data import SEQUENCES_PER_DEVICE
 from optimus_jax.config.phases import TrainingPhase, in_phase
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.config.run_checkpoint import INIT_FROM
+from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.mesh.build import discover
@@ -351,6 +352,8 @@ def measured_here(
     """This process's devices. Measured once, in one to three minutes, so that wrong settings are
     reported before: raises OptimusError for those.
     """
+    if (number := dotted(overrides).get("cpu_devices")) is not None:
+        use_cpu_devices(int(number))
     topology = discover()
     config_for(model, Cluster.of(topology).with_links(links), dotted(overrides))
     return measure_devices(topology)

@@ -83,7 +83,8 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
           ConfigError: a flag is unknown, has two values, or lacks a value.
-          SystemExit: --help was given; or `--model list` or `--set list`, which print names.
+          SystemExit: --help was given; or `--model list`, `--set list` or --settings, which
+            print names.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         self._typed = " ".join(arguments)

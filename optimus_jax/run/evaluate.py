@@ -128,6 +128,9 @@ def evaluate(
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=warn)
         base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
+        own = base.evaluation.data
+        if data is None and "data.sources" not in overrides and own and not given_in_python(own):
+            data, given = own, given | {"data.sources": own}
         if base.task == IN_PYTHON and TASK not in overrides:
             raise ConfigError(
                 explain(

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import optax
 
+from optimus_jax.config.aliases import alias_of
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.config.request import dotted
 from optimus_jax.data.given import RandomAccess, check_ends, check_paths, check_records, is_paths
@@ -23,7 +24,7 @@ from optimus_jax.training.tasks import use_own_task
 GivenData = UserPath | Sequence[UserPath] | RandomAccess | Iterable[Any]
 """Paths, or records or token ids by number; or an iterator of these with a state
 (data/iterated.py)."""
-NAME, TASK = "optimizer.name", "task"
+NAME, TASK, HELD_OUT = "optimizer.name", "task", "evaluation.data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,9 @@ def with_objects(
       OptimusError: an object cannot be used, or a setting has no use beside it.
     """
     given = dict(overrides)
+    for name in [each for each in given if alias_of(each) == HELD_OUT]:
+        if eval_data is None and not is_paths(given[name]):
+            eval_data = given.pop(name)
     records, held_out = _named(given, "data", data), _named(given, "eval_data", eval_data)
     if held_out is not None:
         check_ends(held_out, "eval_data=")
@@ -116,8 +120,8 @@ def _named(given: dict[str, Any], name: str, data: GivenData | None) -> Any:
     if data is None:
         return None
     if is_paths(data):
-        check_paths(cast(UserPath | Sequence[UserPath], data))
+        check_paths(cast(UserPath | Sequence[UserPath], data), name)
         given[name] = data
         return None
     given[name] = IN_PYTHON
-    return check_records(data)
+    return check_records(data, name)

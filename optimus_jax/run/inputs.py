@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from optimus_jax.config import Config
-from optimus_jax.config.in_python import not_given
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data, mixed
-from optimus_jax.data.given import RandomAccess, given_in_python
+from optimus_jax.data.given import RandomAccess
 from optimus_jax.data.iterated import IteratedExamples
 from optimus_jax.data.loader import BatchLoader, WordMarker, check_held_out, eval_batches
 from optimus_jax.data.recordings import Recordings
@@ -23,7 +22,12 @@ from optimus_jax.errors import ConfigError, DataError, explain
 from optimus_jax.mesh.sharding import local_rows
 from optimus_jax.models.families import features_of
 from optimus_jax.run_directory.directory import RunDirectory
-from optimus_jax.run_directory.run_data import NOT_COMPARABLE, held_out_in_run, tokenizer_of_run
+from optimus_jax.run_directory.run_data import (
+    NOT_COMPARABLE,
+    check_same_share,
+    held_out_in_run,
+    tokenizer_of_run,
+)
 from optimus_jax.training.evaluation import HeldOut, eval_rows
 from optimus_jax.training.step import Program
 from optimus_jax.training.tasks import model_of, task_of
@@ -93,41 +97,26 @@ class Inputs:
             if run is None
             else (tokenizer_of_run(run, config.data), held_out_in_run(run))
         )
-        load = partial(
-            load_data,
+        if run is not None:
+            check_same_share(config, run)
+        data = load_data(
+            config.data,
             # The text of a recording is never cut, in no example.
             seq_len=min(config.seq_len, config.eval_seq_len)
             if task.reads == "recordings"
             else config.seq_len,
             vocab_size=model.vocab_size,
             model_name=model.name,
-            kind=task.reads,
-            label_place="last" if features_of(model).causal else "first",
-            values_for=None if model.reads == "text" else model,
-        )
-        has_own = bool(config.evaluation.data)
-        data = load(
-            replace(config.data, eval_fraction=0.0) if has_own else config.data,
             tokenizer=tokenizer,
             by=by,
+            kind=task.reads,
             labels=model.labels,
+            label_place="last" if features_of(model).causal else "first",
+            values_for=None if model.reads == "text" else model,
             given=given,
+            held_out=config.evaluation.data,
+            given_held_out=given_held_out,
         )
-        if has_own:
-            if given_held_out is None and given_in_python(config.evaluation.data):
-                raise not_given("evaluation.data", "eval_data")
-            held_out = load(
-                replace(config.data, sources=config.evaluation.data, eval_fraction=0.0, phases=()),
-                tokenizer=data.tokenizer,
-                labels=data.labels or model.labels,
-                given=given_held_out,
-            )
-            data = data.with_held_out(
-                held_out,
-                "eval_data, given in Python"
-                if given_held_out is not None
-                else " ".join(config.evaluation.data),
-            )
         if isinstance(data.train, IteratedExamples):
             _check_one_length(config)
         num_eval_examples = (

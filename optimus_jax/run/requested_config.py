@@ -228,7 +228,14 @@ def shared_settings(config: Config) -> dict[str, str]:
         tokenizer=DataConfig().tokenizer,
         chat_template=None,
     )
-    sections = json.loads(replace(config, distributed=DistributedConfig(), data=nowhere).to_json())
+    held_out = ("own",) if config.evaluation.data else ()
+    same = replace(
+        config,
+        distributed=DistributedConfig(),
+        data=nowhere,
+        evaluation=replace(config.evaluation, data=held_out),
+    )
+    sections = json.loads(same.to_json())
     found = {
         f"{section}.{name}" if name else section: json.dumps(value)
         for section, values in sections.items()

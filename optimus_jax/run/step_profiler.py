@@ -141,7 +141,7 @@ class StepProfiler:
             plan=program.plan.digest,
             layout=program.plan.describe(),
             terms=self._terms(program.config, program.plan),
-            memory=(memory := _memory(hlo, program, train_step)),
+            memory=(memory := self._memory(hlo, program, train_step)),
         )
         (self._folder / SUMMARY).write_text(profile.to_json(), encoding="utf-8")
         self._run.log_event(
@@ -153,17 +153,36 @@ class StepProfiler:
             parts_s={part.name: part.time_s for part in profile.parts},
             beside_s={part.name: part.beside_s for part in profile.parts if part.beside_s},
             predicted_s=dict(profile.predicted_s),
-            memory_bytes=dict(memory.parts),
-            predicted_bytes=dict(memory.predicted),
-            allocated_bytes=memory.allocated_bytes,
+            memory_bytes={} if memory is None else dict(memory.parts),
+            predicted_bytes={} if memory is None else dict(memory.predicted),
+            allocated_bytes=None if memory is None else memory.allocated_bytes,
             folder=str(self._folder.relative_to(self._run.path)),
         )
         self._display.table(profile.title, profile.table())
-        self._display.table(memory.title, memory.table())
+        if memory is not None:
+            self._display.table(memory.title, memory.table())
         self._display.message(
             f"the trace is in {self._folder / TRACE}: open its .trace.json.gz in"
             " https://ui.perfetto.dev, or the folder in XProf"
         )
+
+    def _memory(self, hlo: HloProgram, program: Program, train_step: Any) -> PeakMemory | None:
+        """What a device holds when the step needs most; None if the program's text has a form that
+        is not known, with a message.
+        """
+        try:
+            return PeakMemory.of(
+                hlo,
+                allocated_bytes=check_executable(train_step.memory_analysis(), None).total_bytes,
+                ways=program.plan.axes.fsdp,
+                estimate=memory_of_run(program.config, program.plan),
+            )
+        except Exception as error:
+            self._display.message(
+                "what is in memory is not known: the compiled step has a form that cannot be read"
+                f" ({type(error).__name__}: {error})"
+            )
+            return None
 
     def _terms(self, config: Config, plan: Plan) -> dict[str, float] | None:
         """Predicted seconds of the terms of a step; None: unknown."""
@@ -174,16 +193,6 @@ class StepProfiler:
             return {term.name: term.time_s for term in terms}
         except PlanError:  # a link of unknown speed
             return None
-
-
-def _memory(hlo: HloProgram, program: Program, train_step: Any) -> PeakMemory:
-    """What a device holds when the step needs most."""
-    return PeakMemory.of(
-        hlo,
-        allocated_bytes=check_executable(train_step.memory_analysis(), None).total_bytes,
-        ways=program.plan.axes.fsdp,
-        estimate=memory_of_run(program.config, program.plan),
-    )
 
 
 def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProfile]:

@@ -35,7 +35,7 @@ CHANGEABLE = (
 NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
 """Settings of a model that concern only training and the draw of new parameters, and its
 adapters: parameters of a model with others, or with none, can be used."""
-EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents", "evaluation.data"}
+EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
 """Data settings that determine which tokens are evaluated, and with what attention mask."""
 
 

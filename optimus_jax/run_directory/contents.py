@@ -241,7 +241,7 @@ EVENTS: Mapping[EventName, EventKind] = {
             "beside_s": "Seconds of exchanges that ran beside compute, by the name of their part.",
             "predicted_s": "Predicted seconds of the same parts; empty if they are unknown.",
             "memory_bytes": "Bytes of each part of a device's memory when the compiled step needs"
-            " most, by its name.",
+            " most, by its name; empty if they are unknown.",
             "predicted_bytes": "Estimated bytes of the same parts.",
             "allocated_bytes": "Bytes that XLA allocates for the step, its arguments included.",
             "folder": "Where the profile is, below the run directory.",

@@ -136,6 +136,31 @@ def _start_identity(run: RunDirectory, *, last: bool) -> dict[str, Any] | None:
     return found[-1 if last else 0] if found else None
 
 
+def check_same_share(config: Config, run: RunDirectory) -> None:
+    """Raise DataError if a resumed run would hold out another share of its data, because it has
+    data to evaluate on of its own, or no longer: step k would then be another batch.
+    """
+    begun = Config.from_json(run.config_text())
+    before, now = (
+        0.0 if bool(each.evaluation.data) else each.data.eval_fraction for each in (begun, config)
+    )
+    if config.data.allow_change or bool(begun.evaluation.data) == bool(config.evaluation.data):
+        return
+    if before != now:
+        raise DataError(
+            explain(
+                "a run keeps the share of its data that is held out, which --eval-data replaces",
+                given=f"evaluation.data={','.join(config.evaluation.data) or 'none'}, so that"
+                f" {now:.3g} of the data is held out; it was {before:.3g}",
+                do="measure other data with `evaluate.py --run`, or train on other examples from"
+                " here on: --set data.allow_change=true"
+                if config.evaluation.data
+                else "name --eval-data again, or train on other examples from here on: --set"
+                " data.allow_change=true",
+            )
+        )
+
+
 def check_same_data(
     before: Mapping[str, Any] | None, data: Data, config: DataConfig, tell: Callable[[str], object]
 ) -> None:

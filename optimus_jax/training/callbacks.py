@@ -48,8 +48,9 @@ class Callback:
 
     The methods are called by the training thread, between steps, so what takes long delays the
     next one. A method that raises an exception is reported once and not called again; the run
-    goes on. `sys.exit` in one ends the run as `RunInfo.stop` does, and the program after that, with
-    its exit code. They are called in process 0 alone, unless `in_every_process` is set.
+    goes on. `sys.exit` in one ends the run as `RunInfo.stop` does, and after that the program of
+    that process, with its exit code. They are called in process 0 alone, unless `in_every_process`
+    is set.
     """
 
     in_every_process: ClassVar[bool] = False

@@ -84,13 +84,19 @@ def test_held_out_data_of_its_own_is_all_that_is_measured(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)evaluation.data is an object.*eval_data=\.\.\."):
         optimus_jax.train(steps=6, **again)
     optimus_jax.train(eval_data=path, steps=6, **again)
-    changes = [one["settings"] for one in RunDirectory(run).events() if one["event"] == "resume"]
-    assert [change["evaluation.data"][1] for change in changes] == [["<python>"], [str(path)]]
+    with pytest.raises(DataError, match=r"(?s)share of its data.*0.1 of the data is held out; it"):
+        optimus_jax.train(steps=6, **again, **{"evaluation.data": ()})
+    found = optimus_jax.evaluate(run, mesh="data=8", warn=lambda text: None)
+    assert found.num_terms == event["tokens"]
 
 
 @pytest.mark.parametrize(
     ("eval_data", "message"),
-    [(lambda: of_grain(), "has to have an end"), (lambda: ["a=1:x"], "has no weights")],
+    [
+        (lambda: of_grain(), "has to have an end"),
+        (lambda: ["a=1:x"], "has no weights"),
+        (list, "eval_data= is empty"),
+    ],
 )
 def test_held_out_data_is_named_alone_and_ends(tmp_path, eval_data, message):
     with pytest.raises((ConfigError, DataError), match=message):

@@ -24,6 +24,8 @@ from optimus_jax.planning.ahead_of_time.hlo import HloProgram, Instruction, shap
 
 _INDEX = re.compile(r"index=(\d+)")
 _NUMBERING = re.compile(r"/\*.*?\*/")
+_ON_HOST = "S(5)"
+"""What a layout has of an array in the host's memory."""
 _UPDATE = "dynamic-update-slice"
 _MOVING = ("bitcast", "reshape", "copy", "convert", "transpose", "broadcast")
 """Instructions that only move or convert an array."""
@@ -38,6 +40,7 @@ class LiveArray:
     shape: str
     """Such as `f32[4,8,256,1024]`."""
     num_bytes: int
+    """0 of an array in the host's memory."""
     source: str
     """JAX's name (op_name) of what made it; of an argument, its name; of what a loop fills, that of
     what it is filled with."""
@@ -139,7 +142,7 @@ class _Peaks:
                 index = _INDEX.search(i.attributes)
                 assert index is not None, i
                 return operands[0][int(index[1])]
-            case "bitcast" | "optimization-barrier" | "while" | "domain" | "all-reduce-done":
+            case "bitcast" | "opt-barrier" | "while" | "domain" | "all-reduce-done":
                 return operands[0]
             case "all-reduce-start":  # in place
                 return operands[0] if len(operands) == 1 else operands
@@ -147,16 +150,15 @@ class _Peaks:
                 return made[0], operands[0], *made[2:]
             case "copy-done":
                 return operands[0][0]
-            case "async-start":
-                return operands, *made[1:]
-            case "all-gather-start" | "collective-permute-start":  # (operand, result, ...)
-                return operands[0] if len(operands) == 1 else operands, *made[1:]
-            case "async-done" | "all-gather-done" | "collective-permute-done":
-                return operands[0][1]
             case "dynamic-update-slice":
                 return operands[0]
             case "fusion":
                 return self._of_fusion(i, operands, made)
+        if i.opcode.endswith("-start") and isinstance(made, tuple):  # (operands, result, ...)
+            is_nested = isinstance(made[0], tuple)
+            return operands if is_nested or len(operands) != 1 else operands[0], *made[1:]
+        if i.opcode.endswith("-done") and isinstance(operands[0], tuple):
+            return operands[0][1]
         return made
 
     def _of_fusion(self, i: Instruction, operands: tuple[Any, ...], made: Any) -> Any:
@@ -220,7 +222,7 @@ def _made(i: Instruction, place: int, *, is_argument: bool = False) -> Any:
             return tuple(map(made, _parts(shape)))
         return LiveArray(
             shape=shape.partition("{")[0],
-            num_bytes=shape_bytes(shape),
+            num_bytes=0 if _ON_HOST in shape else shape_bytes(shape),
             source=i.source.replace("\\'", "'"),
             is_argument=is_argument,
             first=place,
