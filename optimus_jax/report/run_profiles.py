@@ -3,7 +3,7 @@ memory.
 """
 
 from optimus_jax.planning.traces.peak_memory import HEAD as MEMORY_HEAD
-from optimus_jax.planning.traces.peak_memory import memory_rows
+from optimus_jax.planning.traces.peak_memory import held_rows
 from optimus_jax.planning.traces.step_profile import HEAD, part_rows
 from optimus_jax.report.components import plan_name
 from optimus_jax.report.formatting import UNKNOWN, format_bytes, format_duration
@@ -48,7 +48,7 @@ def _memory(event: LoggedEvent) -> list[PageBlock]:
         "A device's memory when a step needs most, counted in the compiled step, of"
         f" {format_bytes(number(event, 'allocated_bytes'))} that XLA allocates for it."
     )
-    rows = memory_rows(counted, predicted, format_bytes)
+    rows = held_rows(counted, predicted, format_bytes)
     return [PageTable(caption=caption, head=MEMORY_HEAD, rows=rows, numbers=MEMORY_HEAD[1:])]
 
 

@@ -243,7 +243,8 @@ EVENTS: Mapping[EventName, EventKind] = {
             "memory_bytes": "Bytes of each part of a device's memory when the compiled step needs"
             " most, by its name; empty if they are unknown.",
             "predicted_bytes": "Estimated bytes of the same parts.",
-            "allocated_bytes": "Bytes that XLA allocates for the step, its arguments included.",
+            "allocated_bytes": "Bytes that XLA allocates for the step, its arguments included; null"
+            " if `memory_bytes` is empty.",
             "folder": "Where the profile is, below the run directory.",
         },
     ),

@@ -6,7 +6,7 @@ from optimus_jax.planning.ahead_of_time.hlo import HloProgram
 from optimus_jax.planning.ahead_of_time.live_arrays import arrays_at_peak
 from optimus_jax.planning.cost.memory import MemoryEstimate
 from optimus_jax.planning.search.explain import mib
-from optimus_jax.planning.traces.peak_memory import PeakMemory, memory_rows
+from optimus_jax.planning.traces.peak_memory import PeakMemory, held_rows
 
 LOOP = """HloModule jit_train, is_scheduled=true
 
@@ -105,7 +105,7 @@ def test_arrays_are_counted_by_the_parts_of_the_planners_estimate():
     largest = found.arrays[0]
     assert (largest.part, largest.shape, largest.num_bytes) == ("activations", "f32[100]", 400)
     assert found.num_bytes == 576
-    rows = memory_rows(found.parts, found.predicted, lambda size: f"{size:.0f}")
+    rows = held_rows(found.parts, found.predicted, lambda size: f"{size:.0f}")
     assert rows[0] == ["params", "32", "5.6%", "32"]
     assert ["logits", "-", "-", "48"] in rows
     assert rows[-1] == ["all", "576", "100.0%", "560"]

@@ -114,7 +114,7 @@ class PeakMemory:
 
     def table(self) -> list[list[str]]:
         """Rows of the parts, below one of headings."""
-        return [[*HEAD], *memory_rows(self.parts, self.predicted, mib)]
+        return [[*HEAD], *held_rows(self.parts, self.predicted, mib)]
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +122,7 @@ class PeakMemory:
         return sum(self.parts.values())
 
 
-def memory_rows(
+def held_rows(
     parts: Mapping[str, float], predicted: Mapping[str, float], show: Callable[[float], str]
 ) -> list[list[str]]:
     """Rows of a table below HEAD: the parts, and all of them.
