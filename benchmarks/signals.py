@@ -114,7 +114,7 @@ def _boundary_s(
         peak_bytes=None,
     )
     start_s, start_processor_s = time.perf_counter(), time.thread_time()
-    signals.dispatched(data_wait_s=1e-6 * step, dispatch_s=1e-6 * step, batch=batch)
+    signals.dispatched(dispatch_s=1e-6 * step, batch=batch)
     signals.step(record)
     signals.observe(step)
     return time.thread_time() - start_processor_s, time.perf_counter() - start_s

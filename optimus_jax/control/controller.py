@@ -115,9 +115,9 @@ class Controller:
 
     # Called by the trainer.
 
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+    def dispatched(self, *, dispatch_s: float, batch: HostBatch) -> None:
         """Record that a step was dispatched to the devices."""
-        self._signals.dispatched(data_wait_s=data_wait_s, dispatch_s=dispatch_s, batch=batch)
+        self._signals.dispatched(dispatch_s=dispatch_s, batch=batch)
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step."""
@@ -172,6 +172,7 @@ class Controller:
             self._runtime.boundary(
                 self._observed(step),
                 times_s=[record.step_time_s for record in self._new],
+                data_waits_s=[record.data_wait_s or 0.0 for record in self._new],
                 paused_s=self._paused_s,
                 losses=[record.loss for record in self._new],
                 is_compiled=self._is_compiled,
@@ -264,7 +265,7 @@ class Controller:
         observation = self._signals.observe(step, self._reported())
         # What is compiled for a phase, or not wanted any more, takes the cores too.
         is_slowed = self._is_crowded or (self._shares_cores and self._switcher.is_compiling)
-        return replace(observation, step_times_s=()) if is_slowed else observation
+        return replace(observation, step_times_s=(), data_waits_s=()) if is_slowed else observation
 
     @property
     def _is_crowded(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
+from optimus_jax.control.data_waits import DataWaits
 from optimus_jax.control.machine import reduce
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
@@ -53,6 +54,8 @@ class Policy(Protocol):
     """Number of newest steps that were in present conditions; None: all, as far as known."""
     slowed: float = 1.0
     """Present step time over that in normal conditions."""
+    usual_step_s: float | None = None
+    """Usual step time under the plan: known, or expected of a new one; None: unknown."""
 
     def decide(self, observation: Observation) -> Decision | None:
         """The decision at this boundary; None: nothing new."""
@@ -139,6 +142,7 @@ class Runtime:
         )
         self._probed_of_s: float | None = None
         """When steps changed, for the change that a probe was last requested for."""
+        self._data_waits = DataWaits()
         self._is_broken = False
 
     # Reports to it.
@@ -148,6 +152,7 @@ class Runtime:
         observation: Observation,
         *,
         times_s: Sequence[float],
+        data_waits_s: Sequence[float] = (),
         losses: Sequence[float] = (),
         paused_s: float = 0.0,
         is_compiled: Callable[[], bool],
@@ -157,14 +162,19 @@ class Runtime:
         Args:
           observation: the run's signals.
           times_s: times of the steps since the last boundary, in seconds.
+          data_waits_s: for how long of each the loop waited for a batch; empty: unknown.
           losses: their losses.
           paused_s: how long training has paused meanwhile for a compilation.
           is_compiled: whether this process has compiled the pending plan, or failed to.
         """
-        self.steps_done(observation.step, observation.time_s, times_s, losses, paused_s)
+        self.steps_done(
+            observation.step, observation.time_s, times_s, losses, paused_s, data_waits_s
+        )
         trial = self.state.trial
         if trial and trial.verdict and not trial.verdict.keep:
             return  # a decision now would be about a plan that the run is about to leave
+        step_times_s = self._own_times_s(observation.step_times_s, observation.data_waits_s)
+        observation = replace(observation, step_times_s=step_times_s)
         self._guarded(lambda: self._decide(observation))
         if not self._is_broken and is_compiled():
             self.compiled()
@@ -176,13 +186,16 @@ class Runtime:
         times_s: Sequence[float],
         losses: Sequence[float] = (),
         paused_s: float = 0.0,
+        data_waits_s: Sequence[float] = (),
     ) -> None:
         """Steps are done, without a question to the policy; arguments as for `boundary`."""
+        own_s = self._own_times_s(times_s, data_waits_s)
+        self._data_waits.learn(times_s, data_waits_s, own_s)
         self._happened(
             StepsDone(
                 step=step,
                 time_s=time_s,
-                times_s=tuple(times_s),
+                times_s=own_s,
                 losses=tuple(losses),
                 paused_s=paused_s,
             )
@@ -304,6 +317,15 @@ class Runtime:
         if self._rules.blocked(state, answers, slowed) and cooled_step > state.step:
             answered = replace(answered, review_step=min(answered.review_step, cooled_step))
         self._happened(answered)
+
+    def _own_times_s(
+        self, times_s: Sequence[float], data_waits_s: Sequence[float]
+    ) -> tuple[float, ...]:
+        """Step times without waits for data that are longer than usual."""
+        if not data_waits_s:
+            return tuple(times_s)
+        usual_s = self._guarded(lambda: self._policy.usual_step_s)
+        return self._data_waits.own_times_s(times_s, data_waits_s, usual_s)
 
     def _without_tax(self, observation: Observation) -> Observation:
         """The observation with step times as they would be without the run's own compilation."""

@@ -90,6 +90,9 @@ class Observation:
     """Tokens of an example in the present phase."""
     lost_devices: frozenset[int]
     """Ids of devices that were reported bad."""
+    data_waits_s: tuple[float, ...] = ()
+    """For how long of each of the step times the loop waited for a batch, in seconds; empty:
+    unknown."""
 
     def reading(self, name: str) -> SignalSummary:
         """Summary of a signal; UNKNOWN: it has none."""

@@ -96,28 +96,29 @@ class Signals:
         self._windows: dict[str, Window] = {}
         self._loss_slope = LossSlope(settings.window_steps)
         self._step_times_s: list[float] = []
+        self._data_waits_s: list[float] = []
         self._is_probed_anew = False
         self._settled()
 
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+    def dispatched(self, *, dispatch_s: float, batch: HostBatch) -> None:
         """Record that a step was dispatched to the devices.
 
         Args:
-          data_wait_s: how long the trainer waited for the step's batch.
           dispatch_s: duration of the call of the compiled step. CPU devices often run the step in
             this call, and then it takes about as long as the step.
           batch: this process's rows of the batch.
         """
-        now_s = self._clock()
-        self._add(DATA_WAIT_S, data_wait_s, now_s)
-        self._add(DISPATCH_S, dispatch_s, now_s)
+        self._add(DISPATCH_S, dispatch_s, self._clock())
         self.batches.offer(batch)
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step."""
         now_s = self._clock()
         self._step_times_s.append(record.step_time_s)
+        self._data_waits_s.append(record.data_wait_s or 0.0)
         self._add(STEP_TIME_S, record.step_time_s, now_s)
+        if record.data_wait_s is not None:
+            self._add(DATA_WAIT_S, record.data_wait_s, now_s)
         self._add(TOKENS_PER_S, record.tokens_per_s, now_s)
         if record.mfu is not None:
             self._add(MFU, record.mfu, now_s)
@@ -136,10 +137,12 @@ class Signals:
         readings = {name: window.reading(now_s) for name, window in self._windows.items()}
         readings[LOSS_SLOPE] = self._loss_slope.reading()
         step_times_s, self._step_times_s = tuple(self._step_times_s), []
+        data_waits_s, self._data_waits_s = tuple(self._data_waits_s), []
         return Observation(
             step=step,
             time_s=now_s,
             step_times_s=step_times_s,
+            data_waits_s=data_waits_s,
             readings=readings,
             global_batch=self._global_batch,
             seq_len=self._seq_len,
@@ -211,6 +214,7 @@ class Signals:
             self._forget(self.batches.signals)
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
+        self._data_waits_s.clear()
         self._forget(OF_MEMORY)
         # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
         # `inter_host`) stay valid, unless the links were measured several times on the new mesh.

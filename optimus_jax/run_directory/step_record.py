@@ -41,6 +41,9 @@ class StepRecord:
     """Loss or gradients were not finite, so there was no update."""
     loss_scale: float | None = None
     """f16 only: factor on the loss."""
+    data_wait_s: float | None = None
+    """Time for which the loop waited for a batch while the step ran, or before it. The devices may
+    have worked meanwhile. Of process 0; None: unknown."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name: metrics of the task and auxiliary sums of the layers, divided by the tokens."""
 
@@ -67,7 +70,7 @@ NUMBERS = [one.name for one in dataclasses.fields(StepRecord) if one.type in (fl
 
 def values_of(record: StepRecord) -> dict[str, Any]:
     """The fields of a line; `skipped` appears only if true, `loss_scale` only with f16, `metrics`
-    only if there are some."""
+    and `data_wait_s` only if there are some."""
     values = dataclasses.asdict(record)
     if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
         if not record.skipped:
@@ -78,6 +81,8 @@ def values_of(record: StepRecord) -> dict[str, Any]:
         del values["loss_scale"]
     if not record.metrics:
         del values["metrics"]
+    if record.data_wait_s is None:
+        del values["data_wait_s"]
     return values
 
 

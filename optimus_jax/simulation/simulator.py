@@ -104,8 +104,12 @@ class Simulation:
         ]
         self._times_s: list[float] = []
         """Times of the steps since the policy was last asked."""
+        self._waits_s: list[float] = []
+        """How long each of these waited for data."""
         self._new_s: list[float] = []
         """Times of the steps since the last boundary."""
+        self._new_wait_s = 0.0
+        """How long each of these waited for data."""
         self._saved_step = 0
         self._tries_again = False
         """Whether to ask a rarely asked policy after the next step, because its switch failed."""
@@ -178,9 +182,10 @@ class Simulation:
         if last - first <= window:
             times_s[0] += self._first_step_s
         self._first_step_s = 0.0
-        self._new_s = times_s
+        self._new_s, self._new_wait_s = times_s, self.timeline.conditions(index).wait_s
         if self.options.every is not None:
             self._times_s += times_s
+            self._waits_s += [self._new_wait_s] * len(times_s)
         return True
 
     def _limit(self) -> int:
@@ -232,6 +237,7 @@ class Simulation:
     def _boundary(self) -> None:
         """Let the runtime decide, and carry out its commands."""
         now, new_s, self._new_s = self.now, self._new_s, []
+        new_waits_s = [self._new_wait_s] * len(new_s)
         losses = [math.nan] if self._trial_fails else []
         if self._is_asked():
             if self.options.every is not None:
@@ -241,14 +247,18 @@ class Simulation:
                 self.time_s, self.probes_s = self.time_s + probe_s, self.probes_s + probe_s
                 self._wants_probe = False
             times_s, self._times_s, self._tries_again = self._times_s, [], False
+            waits_s, self._waits_s = self._waits_s, []
             self._runtime.boundary(
-                self.telemetry.observation(times_s, now),
+                self.telemetry.observation(times_s, now, waits_s),
                 times_s=new_s,
+                data_waits_s=new_waits_s,
                 losses=losses,
                 is_compiled=self._is_compiled,
             )
         else:
-            self._runtime.steps_done(self.step, self.time_s, new_s, losses)
+            self._runtime.steps_done(
+                self.step, self.time_s, new_s, losses, data_waits_s=new_waits_s
+            )
             if self._is_compiled():
                 self._runtime.compiled()
         self._obey_all()
@@ -428,7 +438,7 @@ class Simulation:
         self._compiled.move_to_end((new.plan, phase))
         while len(self._compiled) > self.setup.settings.executables:
             self._compiled.popitem(last=False)
-        self._times_s, self._new_s = [], []
+        self._times_s, self._waits_s, self._new_s = [], [], []
         self.telemetry.forget()
         if (
             self.options.probes
@@ -524,7 +534,8 @@ class Simulation:
 
     def _restart_plan(self, conditions: ClusterConditions) -> PlacedPlan | None:
         """The plan that the policy wants to restart with; None: it names none, or it cannot run."""
-        self._reported, self._times_s, self._new_s = conditions.reported, [], []
+        self._reported = conditions.reported
+        self._times_s, self._waits_s, self._new_s = [], [], []
         self._runtime.boundary(
             self.telemetry.observation([], self.now), times_s=(), is_compiled=lambda: False
         )

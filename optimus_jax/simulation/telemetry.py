@@ -139,8 +139,12 @@ class Telemetry:
                     6 * HEALTH_EVERY_S,
                 )
 
-    def observation(self, times_s: Sequence[float], now: Now) -> Observation:
-        """The observation that the run is given now."""
+    def observation(
+        self, times_s: Sequence[float], now: Now, waits_s: Sequence[float] = ()
+    ) -> Observation:
+        """The observation that the run is given now: with the times of new steps, and how long each
+        waited for data.
+        """
         config = self._world.pricings[now.phase].config
         readings = {name: window.reading(now.time_s) for name, window in self._windows.items()}
         hides_steps = any(
@@ -150,6 +154,7 @@ class Telemetry:
             step=now.step,
             time_s=now.time_s,
             step_times_s=() if hides_steps else tuple(times_s),
+            data_waits_s=() if hides_steps else tuple(waits_s),
             readings=self._faulty(readings, now.faults),
             global_batch=config.data.global_batch,
             seq_len=config.seq_len,

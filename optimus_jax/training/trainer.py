@@ -137,7 +137,10 @@ class Trainer:
             while step < config.steps and reason == "done":
                 asked_at = time.perf_counter()
                 upcoming, host_batch = next(batches)
-                loaded_at = time.perf_counter()
+                waited_s = time.perf_counter() - asked_at
+                if pending is not None and pending.finished_at is None:
+                    pending = replace(pending, data_wait_s=pending.data_wait_s + waited_s)
+                    waited_s = 0.0
                 batch = self.program.put_batch(host_batch)
                 if agree is None:
                     if is_slow and pending is not None:
@@ -158,9 +161,7 @@ class Trainer:
                 step = upcoming
                 if self.overseer is not None:
                     self.overseer.dispatched(
-                        data_wait_s=loaded_at - asked_at,
-                        dispatch_s=time.perf_counter() - called_at,
-                        batch=host_batch,
+                        dispatch_s=time.perf_counter() - called_at, batch=host_batch
                     )
                 evaluates = self.held_out is not None and (
                     _due(step, config.eval_every) or step == config.steps
@@ -195,7 +196,10 @@ class Trainer:
                             else _estimated_end(max(clock, called_at), finished_at)
                         ),
                     )
-                waiting = [pending, PendingStep(step, metrics, agreed, finished_at)]
+                waiting = [
+                    pending,
+                    PendingStep(step, metrics, agreed, finished_at, data_wait_s=waited_s),
+                ]
                 pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
@@ -376,6 +380,7 @@ class Trainer:
             metrics={
                 name: float(value) for name, value in metrics.items() if name not in STEP_METRICS
             },
+            data_wait_s=item.data_wait_s,
         )
         self.stop.ended(item.step)
         self.run.log_step(record)
@@ -587,6 +592,9 @@ class PendingStep:
     finished_at: float | None
     """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
     when its metrics are read."""
+    data_wait_s: float = 0.0
+    """Time of the step in which the loop waited for a batch, as far as known: its own, or the next
+    one if the step had not finished before."""
 
 
 def _estimated_end(called_at: float, finished_at: float | None) -> float | None:

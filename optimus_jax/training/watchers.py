@@ -27,7 +27,7 @@ class ControllerHooks(StepWatcher, Protocol):
     run and may request another plan.
     """
 
-    def dispatched(self, *, data_wait_s: float, dispatch_s: float, batch: HostBatch) -> None:
+    def dispatched(self, *, dispatch_s: float, batch: HostBatch) -> None:
         """A step was dispatched to the devices."""
         ...
 

@@ -150,14 +150,16 @@ class Job:
         lost: frozenset[int] = frozenset(),
         batch: tuple[int, int] = (512, 4096),
         factor: float = 1.0,
+        wait_s: float = 0.0,
         **more: float,
     ) -> "Job":
         true = true or Conditions()
         for _ in range(count):
-            step_time_s = factor * math.exp(
+            step_time_s = wait_s + factor * math.exp(
                 self.truth.log_time(self.plan, true, self.without)
                 + noise * self.random.standard_normal()
             )
+            more |= {"data_wait_s": wait_s, "step_time_s": step_time_s}
             self.step, self.time_s = self.step + 1, self.time_s + step_time_s
             readings = self.readings(
                 true if reported == "truth" else reported,
@@ -172,8 +174,10 @@ class Job:
                     global_batch=batch[0],
                     seq_len=batch[1],
                     lost_devices=lost,
+                    data_waits_s=(wait_s,),
                 ),
                 times_s=(step_time_s,),
+                data_waits_s=(wait_s,),
                 losses=(1.0,),
                 is_compiled=lambda: self.prepares is not None and self.step >= self.ready_step,
             )
@@ -260,6 +264,23 @@ def test_a_poor_initial_plan_is_replaced_early(seed):
     best_s = min(job.true_s(each.plan) for each in search(PRICING).best)
     assert job.true_s(job.plan) < 0.85 * job.true_s(POOR)
     assert job.true_s(job.plan) < 1.1 * best_s
+
+
+def test_a_poor_plan_is_kept_while_steps_take_as_long_as_their_data():
+    job = Job(POOR)
+    job.go(100, wait_s=9 * job.true_s(POOR))
+    assert not job.decisions
+    assert job.go(100).switches, "the question is still open"
+
+
+def test_waits_for_data_are_no_change_of_conditions():
+    job = Job().go(100)
+    known, switches = len(job.decisions), [*job.switches]
+    job.go(100, wait_s=0.5 * job.true_s(job.plan))
+    assert job.advisor.changed_s is None
+    assert (len(job.decisions), job.switches) == (known, switches)
+    job.go(100, wait_s=0.5 * job.true_s(job.plan), factor=1.3)
+    assert job.advisor.changed_s is not None, "a wait explains no more than its length"
 
 
 def test_step_times_of_plans_tried_before_the_run_are_used():

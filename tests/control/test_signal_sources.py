@@ -51,7 +51,7 @@ def signals(clock, sources=(), warnings=None, rounds=None):
     )
 
 
-def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
+def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False, data_wait_s=None):
     return StepRecord(
         step=step,
         loss=loss,
@@ -64,6 +64,7 @@ def record(step, *, step_time_s=0.5, loss=3.0, mfu=None, skipped=False):
         plan="a plan",
         peak_bytes=None,
         skipped=skipped,
+        data_wait_s=data_wait_s,
     )
 
 
@@ -77,9 +78,11 @@ def observe_steps(
         clock.pass_s(load_s)
         loaded_s = clock()
         clock.pass_s(dispatch_s)
-        found.dispatched(data_wait_s=loaded_s - began_s, dispatch_s=clock() - loaded_s, batch=batch)
+        found.dispatched(dispatch_s=clock() - loaded_s, batch=batch)
         clock.pass_s(rest_s)
-        found.step(record(step, step_time_s=clock() - began_s, mfu=0.4))
+        found.step(
+            record(step, step_time_s=clock() - began_s, mfu=0.4, data_wait_s=loaded_s - began_s)
+        )
         observation = found.observe(step)
     return observation
 
@@ -102,7 +105,7 @@ def test_data_wait_and_dispatch_time_are_measured():
     )
     reading = observation.reading("data_wait_s")
     assert (reading.count, reading.quality) == (10, "good")
-    assert reading.time_s == pytest.approx(clock.now_s - 0.6)
+    assert reading.time_s == pytest.approx(clock.now_s)
     assert reading.spread == pytest.approx(0.0)
 
 
@@ -122,6 +125,14 @@ def test_each_step_time_is_observed_once():
         found.step(record(step, step_time_s=step / 10))
     assert found.observe(3).step_times_s == (0.1, 0.2, 0.3)
     assert found.observe(3).step_times_s == ()
+
+
+def test_each_step_time_comes_with_its_wait_for_data():
+    found = signals(FakeClock())
+    found.step(record(1))
+    found.step(record(2, data_wait_s=0.25))
+    assert found.observe(2).data_waits_s == (0.0, 0.25)
+    assert found.observe(2).data_waits_s == ()
 
 
 def test_without_a_known_peak_mfu_is_unknown():
@@ -288,8 +299,11 @@ def test_samples_that_are_not_finite_are_ignored(not_finite):
     clock = FakeClock()
     found = signals(clock)
     observe_steps(found, clock, 3, load_s=0.2)
-    found.dispatched(data_wait_s=not_finite, dispatch_s=0.0, batch=BATCH)
-    assert found.observe(3).reading("data_wait_s").count == 3
+    found.dispatched(dispatch_s=not_finite, batch=BATCH)
+    found.step(record(4, data_wait_s=not_finite))
+    observation = found.observe(4)
+    assert observation.reading("data_wait_s").count == 3
+    assert observation.reading("dispatch_s").count == 3
 
 
 def test_a_new_plan_forgets_readings_of_steps_and_axes_only():

@@ -49,8 +49,8 @@ class Signals:
     def __init__(self, clock):
         self.clock, self.reported = clock, []
 
-    def dispatched(self, *, data_wait_s, dispatch_s, batch):
-        self.reported.append((data_wait_s, dispatch_s, batch))
+    def dispatched(self, *, dispatch_s, batch):
+        self.reported.append((dispatch_s, batch))
 
     def step(self, record):
         self.reported.append(record.step)
@@ -242,8 +242,9 @@ def test_step_time_excludes_evaluations_and_saves(monkeypatch, several_processes
     reported = loop.trainer.overseer.reported
     assert [record.step_time_s for record in loop.records] == [LOAD_S + STEP_S] * 6
     assert [item for item in reported if isinstance(item, tuple)] == [
-        (LOAD_S, STEP_S, f"batch {step}") for step in range(1, 7)
+        (STEP_S, f"batch {step}") for step in range(1, 7)
     ]
+    assert [record.data_wait_s for record in loop.records] == [LOAD_S] * 6
     assert [item for item in reported if not isinstance(item, tuple)] == [
         1,
         2,
