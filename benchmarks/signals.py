@@ -143,7 +143,7 @@ def rounds() -> dict[str, float]:
     took_s = []
     for step in range(20):
         before_s = time.perf_counter()
-        on_mesh.run(step, step_time_s=0.1, data_wait_s=0.0)
+        on_mesh.run(step, step_time_s=0.1)
         took_s.append(time.perf_counter() - before_s)
     return {
         "compile_s": compiled_s - start_s,

@@ -306,7 +306,7 @@ def is_writer() -> bool:
 
 
 class Agreement:
-    """The maximum over processes of one small number each, in all of them; one tiny collective.
+    """The maxima over processes of a few small numbers each, in all of them; a tiny collective.
 
     The result is an asynchronous array: read it a step later, so that nothing waits for it.
     """
@@ -324,9 +324,8 @@ class Agreement:
             )
         )
 
-    def __call__(self, number: int) -> jax.Array:
-        """int32 scalar, replicated."""
-        local = np.full(self._num_local, number, np.int32)
-        return self._largest(
-            jax.make_array_from_process_local_data(self._sharding, local, (self._num_devices,))
-        )
+    def __call__(self, *numbers: int) -> jax.Array:
+        """int32[len(numbers)], replicated."""
+        local = np.tile(np.array(numbers, np.int32), (self._num_local, 1))
+        shape = (self._num_devices, len(numbers))
+        return self._largest(jax.make_array_from_process_local_data(self._sharding, local, shape))

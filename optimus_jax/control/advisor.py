@@ -15,7 +15,6 @@ from types import MappingProxyType
 from optimus_jax.config import ControlConfig
 from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.control import constants
-from optimus_jax.control.data_waits import is_data_bound
 from optimus_jax.control.deciding.account import Account
 from optimus_jax.control.deciding.candidate_evaluator import CandidateEvaluator
 from optimus_jax.control.deciding.candidates import Searcher, Searches, is_legal
@@ -189,11 +188,6 @@ class Advisor(Policy):
         return self._watch.steps_alike
 
     @property
-    def usual_step_s(self) -> float | None:
-        """Usual step time under the plan: known, or expected of a new one; None: unknown."""
-        return None if (usual := self._watch.usual) is None else math.exp(usual)
-
-    @property
     def slowed(self) -> float:
         """Expected step time in present conditions over that in normal ones; that of steps is known
         also where nobody knows the conditions.
@@ -233,8 +227,7 @@ class Advisor(Policy):
         *,
         blocked: Callable[[Question], str],
     ) -> Decided | None:
-        """Answer the question; None: a search is still running, or steps take as long as their
-        data, so that a switch would gain nothing.
+        """Answer the question; None: a search is still running.
 
         Args:
           question: what to decide.
@@ -242,8 +235,6 @@ class Advisor(Policy):
           state: the state of the run.
           blocked: says why no switch is allowed as an answer to a question; empty: one is.
         """
-        if not question.mandatory and is_data_bound(observation):
-            return None
         self._learn_level()
         batch = question.batch or self._batch
         if question.mandatory and not self._questions.has_to_move(batch, question.at_step):

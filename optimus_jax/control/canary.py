@@ -24,6 +24,7 @@ class Verdict:
 def judge(
     step_times_s: Sequence[float],
     *,
+    num_waited: int = 0,
     losses: Sequence[float],
     before_s: Sequence[float],
     predicted_s: float,
@@ -41,7 +42,9 @@ def judge(
     prediction is reported, but is no reason to leave a plan that is faster than the old one.
 
     Args:
-      step_times_s: times of the steps since the switch, in seconds.
+      step_times_s: times of the steps since the switch, in seconds, without those that waited for
+        their data.
+      num_waited: number of those that did.
       losses: losses of the same steps.
       before_s: times of steps under the old plan in present conditions; empty: there are none, or
         the run had to leave the old plan and may be slower now.
@@ -59,6 +62,8 @@ def judge(
         return Verdict(
             keep=mandatory, why=f"{why}, but the plan before cannot be used" if mandatory else why
         )
+    if num_waited and len(step_times_s) <= constants.NUM_COMPARED_STEPS:
+        return Verdict(keep=True, why="steps wait for data, so its own step time is unknown")
     if new_s is None:
         return Verdict(keep=True, why="no step was timed")
     if old_s is None:

@@ -112,15 +112,16 @@ SILENT_AFTER_INTERVALS = 3.0
 decision 30. Too small: a late reading is an alarm. Too large: frozen sensors are believed
 longer."""
 
-# What do waits for data explain? (data_waits.py)
+# Which steps waited for data? (data_waits.py)
 
-NUM_USUAL_WAITS = 32
-"""Newest steps, of those that were not slow, whose waits for data count as usual. Reasoned.
-Too small: two or three long waits are usual. Too large: another loader's waits are not for long."""
-DATA_BOUND_SHARE = 0.8
-"""Share of a step in which the loop waits for data from which no plan would be faster. Reasoned: a
-loop that waits for its devices for most of a step does not wait for data. Too small: gains are
-missed. Too large: the run switches for nothing."""
+DATA_WAIT_SHARE = 0.05
+"""Least share of a step that the wait for its batch takes where the step counts as the loader's.
+Reasoned: half of the smallest change of a level. Too small: the loop's own delays hide steps. Too
+large: waits look like a slower plan."""
+NUM_PACE_STEPS, NUM_PACE_OTHERS = 8, 2
+"""The loader sets the pace if all of this many newest steps but two waited for their data, and does
+not any more if all but two did not. Reasoned. Too few: single long waits hold up decisions. Too
+many: the run switches for nothing."""
 
 # What is believed of plans and of durations? (predictor.py, advisor.py, deciding/experience.py,
 # deciding/regimes.py, deciding/changes.py, deciding/believed_conditions.py)

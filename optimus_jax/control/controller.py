@@ -111,6 +111,8 @@ class Controller:
         self._new: list[StepRecord] = []
         """Records of the steps since the last boundary."""
         self._step, self._paused_s = 0, 0.0
+        self._rows, self._rows_before = 0, 0
+        """Rows of a batch that this process loads, and that it loaded before the newest switch."""
         self._recent_s: deque[float] = deque(maxlen=rules.settings.window_steps)
 
     # Called by the trainer.
@@ -118,6 +120,7 @@ class Controller:
     def dispatched(self, *, dispatch_s: float, batch: HostBatch) -> None:
         """Record that a step was dispatched to the devices."""
         self._signals.dispatched(dispatch_s=dispatch_s, batch=batch)
+        self._rows = len(next(iter(batch.values()), ()))
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step."""
@@ -172,7 +175,7 @@ class Controller:
             self._runtime.boundary(
                 self._observed(step),
                 times_s=[record.step_time_s for record in self._new],
-                data_waits_s=[record.data_wait_s or 0.0 for record in self._new],
+                data_waits_s=self._data_waits_s,
                 paused_s=self._paused_s,
                 losses=[record.loss for record in self._new],
                 is_compiled=self._is_compiled,
@@ -260,9 +263,18 @@ class Controller:
             lead_steps = 0.0 if time_s is None else constants.PHASE_LEAD_S / time_s
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
+    @property
+    def _data_waits_s(self) -> list[float]:
+        """For how long new steps waited for data. A plan on trial that makes processes load more
+        rows than before is to blame for waits.
+        """
+        is_plans = self._trial is not None and self._rows > self._rows_before
+        return [0.0 if is_plans else record.data_wait_s or 0.0 for record in self._new]
+
     def _observed(self, step: int) -> Observation:
         """The observation at the boundary after `step`, in process 0."""
         observation = self._signals.observe(step, self._reported())
+        observation = replace(observation, data_waits_s=tuple(self._data_waits_s))
         # What is compiled for a phase, or not wanted any more, takes the cores too.
         is_slowed = self._is_crowded or (self._shares_cores and self._switcher.is_compiling)
         return replace(observation, step_times_s=(), data_waits_s=()) if is_slowed else observation
@@ -439,7 +451,7 @@ class Controller:
         if begins_phase and self._changes is not None:
             self._changes.tell(source, switched, step, compile_s=prepared.target.compile_s)
         elif not begins_phase:
-            self._trial = source, target
+            self._trial, self._rows_before = (source, target), self._rows
         if runtime is not None:
             runtime.moved(target, costs_s, begins_phase=begins_phase)
         self._upcoming = None

@@ -1,57 +1,49 @@
-"""Takes waits for data out of step times: they say nothing about a plan.
+"""Steps that waited for their data: their times are the loader's, and say nothing about a plan.
 
-The loop waits for the next batch while devices still work. So a wait of w seconds in a step of T
-seconds has delayed the devices by anything from 0 to w: by itself the step needs between T - w and
-T. If both the step and its wait are longer than usual, the wait is taken to be the reason, as far
-as it can be. A step that is no slower than usual is left as it was measured.
+Batches are loaded beside the devices' work. Where a step waits for its batch, the loader is slower
+than the plan, and under any faster plan steps take as long. What the plan itself needs is then
+unknown, but for that it is no more. So these steps count neither for the level of step times, nor
+in a trial; and while most steps are of this kind, no switch is made by choice.
 """
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 
 from optimus_jax.control import constants
-from optimus_jax.control.signals import DATA_WAIT_S, STEP_TIME_S, Observation
+
+
+def waited(times_s: Sequence[float], data_waits_s: Sequence[float]) -> tuple[bool, ...]:
+    """Which steps waited for their data.
+
+    Args:
+      times_s: their times, in seconds.
+      data_waits_s: for how long of each the devices may have had nothing to do for lack of a batch
+        (`StepRecord.data_wait_s`); empty: unknown, and then none did.
+    """
+    if not data_waits_s:
+        return (False,) * len(times_s)
+    return tuple(
+        [
+            wait_s >= constants.DATA_WAIT_SHARE * time_s
+            for time_s, wait_s in zip(times_s, data_waits_s, strict=True)
+        ]
+    )
 
 
 class DataWaits:
-    """How long a run's steps usually wait for data."""
+    """Whether the loader sets the pace of a run."""
 
     def __init__(self) -> None:
-        self._waits_s: deque[float] = deque(maxlen=constants.NUM_USUAL_WAITS)
+        self._newest: deque[bool] = deque(maxlen=constants.NUM_PACE_STEPS)
+        self.is_late = False
+        """Whether most of the newest steps waited for their data."""
 
-    def own_times_s(
-        self, times_s: Sequence[float], waits_s: Sequence[float], usual_s: float | None
-    ) -> tuple[float, ...]:
-        """Step times without unusual waits.
-
-        Args:
-          times_s: times of steps, in seconds.
-          waits_s: for how long of each the loop waited for a batch.
-          usual_s: usual or expected time of a step; None: unknown, and then nothing is taken out.
-        """
-        if usual_s is None or not self._waits_s:
-            return tuple(times_s)
-        usual_wait_s = statistics.median(self._waits_s)
-        return tuple(
-            [
-                max(min(time_s, usual_s), time_s - max(0.0, wait_s - usual_wait_s))
-                for time_s, wait_s in zip(times_s, waits_s, strict=True)
-            ]
-        )
-
-    def learn(
-        self, times_s: Sequence[float], waits_s: Sequence[float], own_s: Sequence[float]
-    ) -> None:
-        """Learn from waits of steps that they have not slowed: all those that are as measured."""
-        for time_s, wait_s, each_s in zip(times_s, waits_s, own_s, strict=False):
-            if each_s == time_s:
-                self._waits_s.append(wait_s)
-
-
-def is_data_bound(observation: Observation) -> bool:
-    """Whether steps take as long as their data: under another plan they would take as long."""
-    wait, step = observation.reading(DATA_WAIT_S), observation.reading(STEP_TIME_S)
-    if wait.value is None or step.value is None or {wait.quality, step.quality} != {"good"}:
-        return False
-    return wait.value >= constants.DATA_BOUND_SHARE * step.value
+    def add(self, flags: Sequence[bool]) -> None:
+        """Add steps: whether each waited."""
+        for flag in flags:
+            self._newest.append(flag)
+            late = sum(self._newest)
+            if late >= constants.NUM_PACE_STEPS - constants.NUM_PACE_OTHERS:
+                self.is_late = True
+            elif late <= constants.NUM_PACE_OTHERS:
+                self.is_late = False

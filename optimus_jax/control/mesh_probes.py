@@ -10,6 +10,7 @@ runs alone on single devices, to compare those that the run leaves out with thos
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from statistics import median_low
 from typing import Protocol
 
 import jax
@@ -20,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control.baselines import AllReduce, Matmuls, ProbeWork, messages_of
-from optimus_jax.control.skew import median
 from optimus_jax.reshard.exchange import Device
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -135,7 +135,9 @@ class MeshProbes:
         sound = [device for device in self._outside if device.id not in lost]
         if not sound:
             return {}
-        usual_s = median([self._shortest_s(self._matmuls_on(device)) for device in self._compared])
+        usual_s = median_low(
+            [self._shortest_s(self._matmuls_on(device)) for device in self._compared]
+        )
         return {device.id: self._shortest_s(self._matmuls_on(device)) / usual_s for device in sound}
 
     @property

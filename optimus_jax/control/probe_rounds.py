@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 import jax
 import numpy as np
@@ -22,7 +23,6 @@ from optimus_jax.control.signals import (
     LINK_SLOWDOWN,
     PROCESS_TIME,
 )
-from optimus_jax.control.skew import median, own_time_ratios
 
 GatherSamples = Callable[[np.ndarray], np.ndarray]
 """Gathers the values of all P processes: [N] of this process -> [P, N]."""
@@ -165,7 +165,7 @@ class ProbeRounds:
         ] + [self._programs.compute]
         is_known = all(self._baselines.of(work) is not None for work in works)
         before = dict(self._baselines.slowdowns)
-        found = self._measure(0.0, 0.0)
+        found = self._measure(0.0)
         if is_known:
             self._gauge(found)
             self.at_first = [self._link_samples(found)]
@@ -174,20 +174,19 @@ class ProbeRounds:
             for name, now in self._baselines.slowdowns.items()
         ):
             self.at_first = [
-                self._link_samples(self._learnt(self._measure(0.0, 0.0))) for _ in range(FEW)
+                self._link_samples(self._learnt(self._measure(0.0))) for _ in range(FEW)
             ]
 
-    def run(self, step: int, *, step_time_s: float, data_wait_s: float) -> dict[str, float]:
+    def run(self, step: int, *, step_time_s: float) -> dict[str, float]:
         """Run a round after `step`, which the devices have finished; every process has to call it.
 
         Args:
           step: the last step done.
           step_time_s: time of the newest steps.
-          data_wait_s: how long this process waited for data in each of them.
         Returns:
           Samples by signal; a signal without a baseline is left out.
         """
-        found = self._measure(step_time_s, data_wait_s)
+        found = self._measure(step_time_s)
         self.budget.spent(step, max(found.cost_s), min(found.step_time_s))
         self._learnt(found)
         return self._link_samples(found) | self._compute_sample(found) | self._skew_samples(found)
@@ -201,7 +200,7 @@ class ProbeRounds:
         found[COMPUTE_SLOWDOWN] = self._baselines.of(self._programs.compute)
         return {name: baseline.source for name, baseline in found.items() if baseline is not None}
 
-    def _measure(self, step_time_s: float, data_wait_s: float) -> "_ProbeTimes":
+    def _measure(self, step_time_s: float) -> "_ProbeTimes":
         start_s, axes = self._clock(), self._programs.axes
         small_s = self._fastest([self._programs.time_s(axis, self._small_bytes) for axis in axes])
         # Decided by exchanged numbers: all processes have to skip the same messages.
@@ -212,16 +211,15 @@ class ProbeRounds:
         ]
         large_s = [self._programs.time_s(axis, self._large_bytes) for axis in affordable]
         outside = self._programs.outside_ratios(self._lost())
-        own = [self._programs.compute_time_s(), data_wait_s, step_time_s, self._clock() - start_s]
+        own = [self._programs.compute_time_s(), step_time_s, self._clock() - start_s]
         everyones = self._exchange(np.array([*large_s, *own], np.float32)).astype(float)
-        compute_s, waits_s, steps_s, cost_s = everyones[:, len(large_s) :].T.tolist()
+        compute_s, steps_s, cost_s = everyones[:, len(large_s) :].T.tolist()
         return _ProbeTimes(
             small_s=dict(zip(axes, small_s, strict=True)),
             large_s=dict(
                 zip(affordable, everyones[:, : len(large_s)].min(axis=0).tolist(), strict=True)
             ),
             compute_s=compute_s,
-            data_wait_s=waits_s,
             step_time_s=steps_s,
             cost_s=cost_s,
             outside=outside,
@@ -244,7 +242,7 @@ class ProbeRounds:
                 self._baselines.learn(
                     self._programs.work(axis, num_bytes), time_s, self._links[axis]
                 )
-        self._baselines.learn(self._programs.compute, median(found.compute_s), COMPUTE_SLOWDOWN)
+        self._baselines.learn(self._programs.compute, median_low(found.compute_s), COMPUTE_SLOWDOWN)
         return found
 
     def _link_samples(self, found: "_ProbeTimes") -> dict[str, float]:
@@ -256,7 +254,7 @@ class ProbeRounds:
         # A slow link affects all axes that cross it; other load on the machine often affects only
         # one of them. So the link's slowdown is the median over its axes.
         links = {
-            link: median(
+            link: median_low(
                 [slowdown for axis, slowdown in slowdowns.items() if self._links[axis] == link]
             )
             for link in {self._links[axis] for axis in slowdowns}
@@ -313,15 +311,18 @@ class ProbeRounds:
         if baseline is None:
             return {}
         slowdown = self._baselines.slowdowns[COMPUTE_SLOWDOWN] = (
-            median(found.compute_s) / baseline.time_s
+            median_low(found.compute_s) / baseline.time_s
         )
         return {COMPUTE_SLOWDOWN: slowdown}
 
     def _skew_samples(self, found: "_ProbeTimes") -> dict[str, float]:
         if len(found.compute_s) == 1:
             return {f"{PROCESS_TIME}{device}": ratio for device, ratio in found.outside.items()}
-        ratios = own_time_ratios(min(found.step_time_s), found.data_wait_s, found.compute_s)
-        return {f"{PROCESS_TIME}{process}": ratio for process, ratio in enumerate(ratios)}
+        typical_s = median_low(found.compute_s)  # of two, the slow one over the fast one
+        return {
+            f"{PROCESS_TIME}{process}": each_s / typical_s
+            for process, each_s in enumerate(found.compute_s)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +334,6 @@ class _ProbeTimes:
     large_s: dict[str, float]
     """The same for the large message, without axes on which it takes too long."""
     compute_s: list[float]
-    data_wait_s: list[float]
     step_time_s: list[float]
     cost_s: list[float]
     """Time of the round itself."""

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from optimus_jax.control import constants
 from optimus_jax.control.commands import Command
-from optimus_jax.control.data_waits import DataWaits
+from optimus_jax.control.data_waits import DataWaits, waited
 from optimus_jax.control.machine import reduce
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import Observation
@@ -24,6 +24,7 @@ from optimus_jax.control.switch_state import (
     Interrupted,
     MoveBegun,
     MoveDone,
+    News,
     PendingSwitch,
     Question,
     Stage,
@@ -54,8 +55,6 @@ class Policy(Protocol):
     """Number of newest steps that were in present conditions; None: all, as far as known."""
     slowed: float = 1.0
     """Present step time over that in normal conditions."""
-    usual_step_s: float | None = None
-    """Usual step time under the plan: known, or expected of a new one; None: unknown."""
 
     def decide(self, observation: Observation) -> Decision | None:
         """The decision at this boundary; None: nothing new."""
@@ -142,7 +141,7 @@ class Runtime:
         )
         self._probed_of_s: float | None = None
         """When steps changed, for the change that a probe was last requested for."""
-        self._data_waits = DataWaits()
+        self._data_waits, self._was_late = DataWaits(), False
         self._is_broken = False
 
     # Reports to it.
@@ -162,7 +161,7 @@ class Runtime:
         Args:
           observation: the run's signals.
           times_s: times of the steps since the last boundary, in seconds.
-          data_waits_s: for how long of each the loop waited for a batch; empty: unknown.
+          data_waits_s: for how long of each devices may have waited for a batch; empty: unknown.
           losses: their losses.
           paused_s: how long training has paused meanwhile for a compilation.
           is_compiled: whether this process has compiled the pending plan, or failed to.
@@ -173,8 +172,6 @@ class Runtime:
         trial = self.state.trial
         if trial and trial.verdict and not trial.verdict.keep:
             return  # a decision now would be about a plan that the run is about to leave
-        step_times_s = self._own_times_s(observation.step_times_s, observation.data_waits_s)
-        observation = replace(observation, step_times_s=step_times_s)
         self._guarded(lambda: self._decide(observation))
         if not self._is_broken and is_compiled():
             self.compiled()
@@ -189,13 +186,14 @@ class Runtime:
         data_waits_s: Sequence[float] = (),
     ) -> None:
         """Steps are done, without a question to the policy; arguments as for `boundary`."""
-        own_s = self._own_times_s(times_s, data_waits_s)
-        self._data_waits.learn(times_s, data_waits_s, own_s)
+        flags = waited(times_s, data_waits_s)
+        self._data_waits.add(flags)
         self._happened(
             StepsDone(
                 step=step,
                 time_s=time_s,
-                times_s=own_s,
+                times_s=tuple(times_s),
+                waited=flags,
                 losses=tuple(losses),
                 paused_s=paused_s,
             )
@@ -246,7 +244,7 @@ class Runtime:
           is_back: the run was under it, and is back under the plan before.
         """
         trial = self.state.trial  # without a standard, its steps ran beside a compilation
-        known_s = trial.times_s if trial is not None and trial.before_s else ()
+        known_s = trial.own_s if trial is not None and trial.before_s else ()
         trial_s = known_s if is_back else None
         self._guarded(lambda: self._policy.failed(plan, why, trial_s=trial_s))
         self._happened(SwitchFailed(plan=plan, why=why, costs_s=costs_s))
@@ -296,12 +294,17 @@ class Runtime:
             self._probed_of_s = policy.changed_s
             worth_s = policy.probe_worth_s if is_news else 0.0
             self._send(Command(kind="probe", anew=is_news, worth_s=worth_s))
-        observation = self._without_tax(observation)
+        observation = self._without_tax(_without_waits(observation))
         for event in policy.notices(observation, self.state):
             self._happened(event)
+        if self._data_waits.is_late != self._was_late:
+            self._was_late = self._data_waits.is_late
+            self._pace_changed(observation.step)
         question, state, slowed = self.state.question, self.state, policy.slowed
         if question is None:
             return
+        if self._was_late and _can_wait(question):
+            return  # it stays open until data come in time
         if self._rules.shares_cores and state.stage is Stage.CANARY and not question.mandatory:
             return  # compiling beside the first steps of a plan would make it look slow
         answered = policy.answer(
@@ -318,14 +321,20 @@ class Runtime:
             answered = replace(answered, review_step=min(answered.review_step, cooled_step))
         self._happened(answered)
 
-    def _own_times_s(
-        self, times_s: Sequence[float], data_waits_s: Sequence[float]
-    ) -> tuple[float, ...]:
-        """Step times without waits for data that are longer than usual."""
-        if not data_waits_s:
-            return tuple(times_s)
-        usual_s = self._guarded(lambda: self._policy.usual_step_s)
-        return self._data_waits.own_times_s(times_s, data_waits_s, usual_s)
+    def _pace_changed(self, step: int) -> None:
+        """Say that the loader sets the pace, and prepare no switch meanwhile; or ask again."""
+        if not self._was_late:
+            self._happened(News(question=Question(trigger="data come in time again")))
+            return
+        why = "steps wait for data, so under another plan they would take as long"
+        decision = Decision(step=step, action="stay", plan=None, why=why)
+        question, pending = self.state.question, self.state.pending
+        concerned = [question, pending and pending.decision]
+        is_by_choice = [each is None or _can_wait(each) for each in concerned]
+        if pending is not None and self.state.stage is not Stage.CANARY and all(is_by_choice):
+            self._happened(Decided(decision=decision))  # withdraws it
+        else:
+            self._announce(decision)
 
     def _without_tax(self, observation: Observation) -> Observation:
         """The observation with step times as they would be without the run's own compilation."""
@@ -350,3 +359,16 @@ class Runtime:
                 self._announce(command.decision)
             else:
                 self._guarded(partial(self._policy.charge, command.time_s))
+
+
+def _can_wait(asked: Question | Decision) -> bool:
+    """Whether a question, or a decision, is not about what the run has to do, or about a phase."""
+    return not asked.mandatory and asked.at_step is None
+
+
+def _without_waits(observation: Observation) -> Observation:
+    """The observation without steps that waited for their data."""
+    times_s = observation.step_times_s
+    flags = waited(times_s, observation.data_waits_s)
+    own_s = [time_s for time_s, flag in zip(times_s, flags, strict=True) if not flag]
+    return replace(observation, step_times_s=tuple(own_s), data_waits_s=())

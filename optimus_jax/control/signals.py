@@ -91,8 +91,8 @@ class Observation:
     lost_devices: frozenset[int]
     """Ids of devices that were reported bad."""
     data_waits_s: tuple[float, ...] = ()
-    """For how long of each of the step times the loop waited for a batch, in seconds; empty:
-    unknown."""
+    """For how long of each of the step times devices may have waited for a batch, in seconds;
+    empty: unknown."""
 
     def reading(self, name: str) -> SignalSummary:
         """Summary of a signal; UNKNOWN: it has none."""

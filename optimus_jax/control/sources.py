@@ -96,7 +96,6 @@ class Signals:
         self._windows: dict[str, Window] = {}
         self._loss_slope = LossSlope(settings.window_steps)
         self._step_times_s: list[float] = []
-        self._data_waits_s: list[float] = []
         self._is_probed_anew = False
         self._settled()
 
@@ -115,7 +114,6 @@ class Signals:
         """Record a finished step."""
         now_s = self._clock()
         self._step_times_s.append(record.step_time_s)
-        self._data_waits_s.append(record.data_wait_s or 0.0)
         self._add(STEP_TIME_S, record.step_time_s, now_s)
         if record.data_wait_s is not None:
             self._add(DATA_WAIT_S, record.data_wait_s, now_s)
@@ -137,12 +135,10 @@ class Signals:
         readings = {name: window.reading(now_s) for name, window in self._windows.items()}
         readings[LOSS_SLOPE] = self._loss_slope.reading()
         step_times_s, self._step_times_s = tuple(self._step_times_s), []
-        data_waits_s, self._data_waits_s = tuple(self._data_waits_s), []
         return Observation(
             step=step,
             time_s=now_s,
             step_times_s=step_times_s,
-            data_waits_s=data_waits_s,
             readings=readings,
             global_batch=self._global_batch,
             seq_len=self._seq_len,
@@ -184,14 +180,9 @@ class Signals:
         rounds, step_time_s = self._rounds, self._step_time().value
         if rounds is None or step_time_s is None:
             return
-        wait_s = (
-            self._windows[DATA_WAIT_S].reading(self._clock()).value
-            if DATA_WAIT_S in self._windows
-            else None
-        )
 
         def measured() -> dict[str, float]:
-            return rounds.run(step, step_time_s=step_time_s, data_wait_s=wait_s or 0.0)
+            return rounds.run(step, step_time_s=step_time_s)
 
         samples = measured() if jax.process_count() > 1 else self._round_guard.samples(measured)
         if self._round_guard.missing is not None:
@@ -214,7 +205,6 @@ class Signals:
             self._forget(self.batches.signals)
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
-        self._data_waits_s.clear()
         self._forget(OF_MEMORY)
         # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
         # `inter_host`) stay valid, unless the links were measured several times on the new mesh.

@@ -126,11 +126,20 @@ class Trial:
     predicted_s: float
     """Predicted step time, in seconds."""
     times_s: tuple[float, ...] = ()
+    waited: tuple[bool, ...] = ()
+    """Whether each step waited for its data: its time says nothing about the plan."""
     losses: tuple[float, ...] = ()
     mandatory: bool = False
     """Whether the run could not keep the old plan."""
     verdict: Verdict | None = None
     """The verdict, until all processes have received it."""
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """Times of the steps that did not wait for data, and of the first one."""
+        flagged = zip(self.times_s, self.waited, strict=True)
+        own = [time_s for index, (time_s, flag) in enumerate(flagged) if not (index and flag)]
+        return tuple(own)
 
     @property
     def first_steps_s(self) -> float:
@@ -273,9 +282,22 @@ class StepsDone:
     time_s: float
     times_s: tuple[float, ...]
     """Times of the steps since the last boundary, in seconds."""
+    waited: tuple[bool, ...] = ()
+    """Whether each of them waited for its data; empty: none did."""
     losses: tuple[float, ...] = ()
     paused_s: float = 0.0
     """How long training has paused meanwhile for a compilation."""
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """`waited` of every step."""
+        return self.waited or (False,) * len(self.times_s)
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """Times of the steps that did not wait for data."""
+        flagged = zip(self.times_s, self.flags, strict=True)
+        return tuple([time_s for time_s, flag in flagged if not flag])
 
 
 @dataclass(frozen=True, kw_only=True)

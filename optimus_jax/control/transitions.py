@@ -63,7 +63,7 @@ def _counted(state: SwitchState, event: StepsDone, rules: SwitchRules) -> Switch
         state,
         step=event.step,
         time_s=event.time_s,
-        recent_s=(state.recent_s + event.times_s)[-rules.settings.window_steps :],
+        recent_s=(state.recent_s + event.own_s)[-rules.settings.window_steps :],
         # A run that resumes from a checkpoint repeats steps. A cool-down that came later begins.
         switched_step=min(state.switched_step, event.step),
         entered_step=min(state.entered_step, event.step),
@@ -90,6 +90,7 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
     trial = replace(
         trial,
         times_s=trial.times_s + event.times_s,
+        waited=trial.waited + event.flags,
         losses=trial.losses + event.losses,
         # Beside a compilation on the same cores these steps are no measure of the plan.
         before_s=() if state.pending is not None and rules.shares_cores else trial.before_s,
@@ -98,10 +99,11 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
     if trial.verdict is not None:
         return state, NO_COMMANDS
     back_s, at_end = sum(trial.costs_s.values()), len(trial.times_s) > rules.settings.canary_steps
-    if not at_end and not has_lost(trial.times_s, before_s=trial.before_s, back_s=back_s):
+    if not at_end and not has_lost(trial.own_s, before_s=trial.before_s, back_s=back_s):
         return state, NO_COMMANDS
     verdict = judge(
-        trial.times_s,
+        trial.own_s,
+        num_waited=sum(trial.waited[1:]),
         losses=trial.losses,
         before_s=trial.before_s,
         predicted_s=trial.predicted_s,
@@ -122,8 +124,8 @@ def compiling_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRule
     pending = state.pending
     assert pending is not None, "the stage has a pending switch"
     usual_s = pending.usual_s
-    tax_s = 0.0 if usual_s is None else sum(event.times_s) - len(event.times_s) * usual_s
-    beside_s = (pending.beside_s + event.times_s)[-rules.settings.window_steps :]
+    tax_s = 0.0 if usual_s is None else sum(event.own_s) - len(event.own_s) * usual_s
+    beside_s = (pending.beside_s + event.own_s)[-rules.settings.window_steps :]
     tax_s += pending.tax_s + event.paused_s
     pending = replace(pending, tax_s=tax_s, beside_s=beside_s)
     return replace(_counted(state, event, rules), pending=pending), NO_COMMANDS

@@ -147,6 +147,7 @@ def overview(history: RunHistory) -> list[tuple[str, Cell]]:
             ),
         ),
         ("step time, median of the last steps on this plan", _recent_time(recent)),
+        *_waits(recent),
         (
             "tokens per second, last step",
             format_count(
@@ -179,6 +180,20 @@ def _num_switches(history: RunHistory) -> str:
 def _recent_time(steps: Sequence[StepRecord]) -> str:
     duration = format_duration(median_time(steps))
     return f"{duration} ({counted(len(steps), 'step')})" if steps else duration
+
+
+def _waits(steps: Sequence[StepRecord]) -> list[tuple[str, Cell]]:
+    """The share of the steps' time in which the loop waited for data; empty: unknown."""
+    known = [
+        (step.data_wait_s, step.step_time_s)
+        for step in steps
+        if is_finite_number(step.data_wait_s) and is_finite_number(step.step_time_s)
+    ]
+    step_s = sum(time_s for _, time_s in known)
+    if step_s <= 0:
+        return []
+    waited_s = sum(wait_s for wait_s, _ in known)
+    return [("waiting for data, of that time", format_percent(waited_s / step_s))]
 
 
 def _utc(time_s: float | None) -> str:

@@ -226,6 +226,7 @@ def step_scalars(record: StepRecord) -> Iterator[tuple[str, float]]:
             "speed/tokens_per_s": record.tokens_per_s,
             "speed/step_time_s": record.step_time_s,
             "speed/mfu": record.mfu,
+            "speed/data_wait_s": record.data_wait_s,
             "speed/peak_bytes": record.peak_bytes,
             **{f"train/{name}": value for name, value in record.metrics.items()},
         }

@@ -42,8 +42,9 @@ class StepRecord:
     loss_scale: float | None = None
     """f16 only: factor on the loss."""
     data_wait_s: float | None = None
-    """Time for which the loop waited for a batch while the step ran, or before it. The devices may
-    have worked meanwhile. Of process 0; None: unknown."""
+    """For how long devices may have had nothing to do in the step because its batch, or the next
+    one, was not loaded yet; 0 if they still worked when it was. Of several processes the longest;
+    None: unknown."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name: metrics of the task and auxiliary sums of the layers, divided by the tokens."""
 

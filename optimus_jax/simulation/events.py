@@ -100,10 +100,13 @@ class MemoryEvent(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class DataEvent(Timed):
-    """Every step waits for its batch, whatever the plan."""
+    """Batches come late. They are loaded beside the steps before, so that steps take as long as
+    their loading, unless the plan is slower.
+    """
 
     wait_s: float
-    """How long each step waits, in seconds."""
+    """How much longer a batch takes, in seconds, than a step of the run's first plan in normal
+    conditions: for so long each of its steps waits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

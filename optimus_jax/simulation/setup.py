@@ -144,6 +144,8 @@ class Truth:
         self.setup = setup = self._tried(setup) if len(setup.tried) > 1 else setup
         """The setup, which begins with the plan that is fastest in the trials."""
         self.timeline = setup.timeline(seed)
+        first = setup.start
+        self.world.first = PlacedPlan(first, tuple(range(first.num_devices)))
         if setup.scenario.step_time_s is not None and (
             devices := self.world.devices_for(setup.start, NORMAL)
         ):

@@ -105,11 +105,11 @@ class Simulation:
         self._times_s: list[float] = []
         """Times of the steps since the policy was last asked."""
         self._waits_s: list[float] = []
-        """How long each of these waited for data."""
+        """For how long each of these waited for data."""
         self._new_s: list[float] = []
         """Times of the steps since the last boundary."""
         self._new_wait_s = 0.0
-        """How long each of these waited for data."""
+        """For how long each step since the last boundary waited for data."""
         self._saved_step = 0
         self._tries_again = False
         """Whether to ask a rarely asked policy after the next step, because its switch failed."""
@@ -182,7 +182,10 @@ class Simulation:
         if last - first <= window:
             times_s[0] += self._first_step_s
         self._first_step_s = 0.0
-        self._new_s, self._new_wait_s = times_s, self.timeline.conditions(index).wait_s
+        self._new_s = times_s
+        self._new_wait_s = self.world.data_wait_s(
+            self.place, self.timeline.conditions(index), self.phase
+        )
         if self.options.every is not None:
             self._times_s += times_s
             self._waits_s += [self._new_wait_s] * len(times_s)

@@ -9,6 +9,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from optimus_jax.config.axes import MESH_AXES
 from optimus_jax.control import signals
 from optimus_jax.control.baselines import SCATTER
 from optimus_jax.control.signals import Observation, SignalSummary, Window
-from optimus_jax.control.skew import median
 from optimus_jax.control.sources import OF_MEMORY, OF_STEPS, STALE_ROUNDS
 from optimus_jax.planning.cost.cost import shares_of
 from optimus_jax.planning.profiles.cluster import INTER_HOST, INTRA_HOST
@@ -235,7 +235,7 @@ class Telemetry:
         """Probe the compute of all processes: the typical slowdown, and each process's own."""
         world, noise, found = self._world, self._world.scenario.misfit.probes, dict[str, float]()
         by_process, in_use = self._process_times(now)
-        typical = median([by_process[process] for process in in_use])
+        typical = median_low([by_process[process] for process in in_use])
         assumed = (
             self._assumed.rates.matmul_flops_per_s / world.pricings[0].rates.matmul_flops_per_s
         )
@@ -287,8 +287,9 @@ class Telemetry:
             world.cluster.accelerator.memory_bytes,
             world.cluster.accelerator.dense_peak_flops,
         )
+        wait_s = world.data_wait_s(now.place, now.conditions, now.phase)
         found = {
-            signals.DATA_WAIT_S: now.conditions.wait_s + self._noisy(DISPATCH_S, 0.1),
+            signals.DATA_WAIT_S: wait_s,
             signals.DISPATCH_S: self._noisy(DISPATCH_S, 0.1),
             # The driver counts a kernel that waits for others as work, but not a stage without a
             # task.
@@ -296,7 +297,7 @@ class Telemetry:
                 0.0,
                 min(
                     1.0,
-                    self._noisy(1 - self._bubble(now) - now.conditions.wait_s / step_time_s, 0.01),
+                    self._noisy(1 - self._bubble(now) - wait_s / step_time_s, 0.01),
                 ),
             ),
         }

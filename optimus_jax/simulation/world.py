@@ -107,6 +107,9 @@ class World:
             overlap_slowdown=2.0 - (2.0 - rates.overlap_slowdown) * float(random.uniform(0.7, 1.3)),
         )
         self.cluster = pricings[0].cluster
+        self.first: PlacedPlan | None = None
+        """The run's first plan, which the loader was chosen for; None: waits are the same whatever
+        the plan."""
         self._scale = 1.0
         # The oracle asks for every plan in every condition, and sorting a thousand devices is slow.
         self._devices: dict[
@@ -127,10 +130,22 @@ class World:
             place.plan, conditions, phase
         ):
             return math.inf
+        own_s = self._own_s(place, conditions, phase)
+        return own_s + self.data_wait_s(place, conditions, phase) if conditions.wait_s else own_s
+
+    def data_wait_s(self, place: PlacedPlan, conditions: ClusterConditions, phase: int) -> float:
+        """For how long each step waits for its batch, which is loaded beside the step before."""
+        if not conditions.wait_s or self.first is None or not self.is_legal(self.first.plan, phase):
+            return conditions.wait_s
+        in_time_s = self._own_s(self.first, NORMAL, phase)
+        return max(0.0, in_time_s + conditions.wait_s - self._own_s(place, conditions, phase))
+
+    def _own_s(self, place: PlacedPlan, conditions: ClusterConditions, phase: int) -> float:
+        """Step time of a plan that can run, without noise and waits for data."""
         key = (place, conditions.intra_host, conditions.inter_host, conditions.slow, phase)
         if key not in self._times:
             self._times[key] = sum(self.term_times(place, conditions, phase).values())
-        return self._times[key] + conditions.wait_s
+        return self._times[key]
 
     def term_times(
         self, place: PlacedPlan, conditions: ClusterConditions, phase: int

@@ -162,7 +162,8 @@ class TrainingLoop:
         trainer.progress.enter(upcoming)
         self._state, metrics = trainer.train_step(self._state, arrays)
         self._number = upcoming
-        agreed = 0 if self._agree is None else self._agree(AGREED.index(trainer.requested_stop))
+        asked = AGREED.index(trainer.requested_stop), 0
+        agreed = (0, 0) if self._agree is None else self._agree(*asked)
         before = self._pending
         self._pending = PendingStep(upcoming, metrics, agreed, None)
         if before is not None:
@@ -274,7 +275,7 @@ class TrainingLoop:
     def _record(self, item: PendingStep) -> None:
         self._last_loss, self._clock = self._trainer.record(item, self._clock)
         if self._reason == "done":
-            self._reason = AGREED[int(item.stop_reason)]
+            self._reason = AGREED[int(item.agreed[0])]
 
 
 def _described(batch: Mapping[str, np.ndarray]) -> dict[str, str]:

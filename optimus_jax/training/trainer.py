@@ -137,10 +137,14 @@ class Trainer:
             while step < config.steps and reason == "done":
                 asked_at = time.perf_counter()
                 upcoming, host_batch = next(batches)
-                waited_s = time.perf_counter() - asked_at
-                if pending is not None and pending.finished_at is None:
-                    pending = replace(pending, data_wait_s=pending.data_wait_s + waited_s)
-                    waited_s = 0.0
+                waited_s, own_wait_s = time.perf_counter() - asked_at, 0.0
+                if pending is None or pending.finished_at is not None:
+                    own_wait_s = waited_s
+                else:
+                    # Devices that still work have not waited. If they have ended, the wait is in
+                    # the time of the step that they have done.
+                    waited_s = waited_s if _is_ready(pending.metrics["loss"]) else 0.0
+                    pending = replace(pending, data_wait_s=waited_s)
                 batch = self.program.put_batch(host_batch)
                 if agree is None:
                     if is_slow and pending is not None:
@@ -153,7 +157,7 @@ class Trainer:
                     self.stop.begins(upcoming)
                 if self.profiler is not None and self.profiler.begins_after(step):
                     self.begin_profile(step)  # nothing is pending: the devices are idle
-                    clock = time.perf_counter()
+                    clock, waited_s, own_wait_s = time.perf_counter(), 0.0, 0.0
                 has_ended = pending is not None and _is_ready(pending.metrics["loss"])
                 called_at = time.perf_counter()
                 self.progress.enter(upcoming)
@@ -183,7 +187,11 @@ class Trainer:
                     self.profiler.begins_after(step) or self.profiler.ends_after(step)
                 )
                 reads_now = evaluates or saves or snapshot_due or pauses_for is not None or profiles
-                agreed = 0 if agree is None else agree(AGREED.index(self.requested_stop))
+                agreed = (
+                    (0, 0)
+                    if agree is None
+                    else agree(AGREED.index(self.requested_stop), round(1000 * waited_s))
+                )
                 # On a CPU, dispatching waits for earlier collectives, so the step may have ended
                 # by now.
                 finished_at = time.perf_counter() if _is_ready(metrics["loss"]) else None
@@ -198,14 +206,14 @@ class Trainer:
                     )
                 waiting = [
                     pending,
-                    PendingStep(step, metrics, agreed, finished_at, data_wait_s=waited_s),
+                    PendingStep(step, metrics, agreed, finished_at, data_wait_s=own_wait_s),
                 ]
                 pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
                     last_loss, clock = self.record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
-                    reason = AGREED[max(AGREED.index(reason), int(item.stop_reason))]
+                    reason = AGREED[max(AGREED.index(reason), int(item.agreed[0]))]
                 if self.profiler is not None and self.profiler.ends_after(step):
                     self.end_profile(step)
                 self.poll_saves()
@@ -380,7 +388,7 @@ class Trainer:
             metrics={
                 name: float(value) for name, value in metrics.items() if name not in STEP_METRICS
             },
-            data_wait_s=item.data_wait_s,
+            data_wait_s=max(item.data_wait_s, int(item.agreed[1]) / 1000),
         )
         self.stop.ended(item.step)
         self.run.log_step(record)
@@ -587,14 +595,15 @@ class PendingStep:
 
     step: int
     metrics: Metrics
-    stop_reason: Any
-    """Index into AGREED: a number, or an array if processes agreed on it."""
+    agreed: Any
+    """Index into AGREED, and for how many milliseconds devices may have waited for the batch: a
+    pair, or an array if processes agreed on their maxima."""
     finished_at: float | None
     """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
     when its metrics are read."""
     data_wait_s: float = 0.0
-    """Time of the step in which the loop waited for a batch, as far as known: its own, or the next
-    one if the step had not finished before."""
+    """For how long devices may have waited, in this step's time and as this process knows: for the
+    step's own batch, or for the next one if it was not known before when the step had finished."""
 
 
 def _estimated_end(called_at: float, finished_at: float | None) -> float | None:

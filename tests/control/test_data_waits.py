@@ -1,135 +1,159 @@
-"""What waits for data explain of step times."""
+"""Steps that waited for their data say nothing about a plan."""
+
+import math
+from dataclasses import replace
 
 import pytest
 from fleet import PLANS
-from hypothesis import given
-from hypothesis import strategies as st
 
 from optimus_jax.config import ControlConfig
-from optimus_jax.control.data_waits import DataWaits, is_data_bound
+from optimus_jax.control.data_waits import DataWaits, waited
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.runtime import Policy, Runtime
-from optimus_jax.control.signals import Observation, SignalSummary
-from optimus_jax.control.switch_state import SwitchRules
+from optimus_jax.control.signals import Observation
+from optimus_jax.control.switch_state import Question, SwitchRules
 
 OLD, NEW = PLANS[:2]
-TIMES_S = st.floats(0.01, 100.0)
-
-
-def waits(usual_s=0.1):
-    found = DataWaits()
-    found.learn([1.0] * 8, [usual_s] * 8, [1.0] * 8)
-    return found
 
 
 @pytest.mark.parametrize(
-    ("time_s", "wait_s", "own_s"),
+    ("waits_s", "flags"),
     [
-        (1.0, 0.1, 1.0),
-        (1.5, 0.6, 1.0),  # all of it is explained
-        (1.5, 0.4, 1.2),  # a part
-        (1.5, 0.1, 1.5),  # nothing
-        (1.5, 0.0, 1.5),
-        (1.0, 0.9, 1.0),  # the wait was beside the devices' work
-        (0.8, 0.5, 0.8),  # a step that is faster stays so
+        ((0.0, 0.04, 0.06, 2.0), (False, False, True, True)),
+        ((), (False,) * 4),
+        ((math.nan,) * 4, (False,) * 4),
     ],
 )
-def test_a_wait_explains_why_a_step_is_slow_and_makes_none_fast(time_s, wait_s, own_s):
-    assert waits().own_times_s([time_s], [wait_s], 1.0) == (pytest.approx(own_s),)
+def test_a_step_waited_if_its_wait_is_a_part_of_it(waits_s, flags):
+    assert waited([1.0] * 4, waits_s) == flags
 
 
-@given(TIMES_S, st.floats(0.0, 100.0), TIMES_S, st.floats(0.0, 1.0))
-def test_own_times_are_between_what_is_possible(time_s, wait_s, usual_s, usual_wait_s):
-    (own_s,) = waits(usual_wait_s).own_times_s([time_s], [wait_s], usual_s)
-    assert max(min(time_s, usual_s), time_s - wait_s) <= own_s <= time_s
+def test_the_loader_sets_the_pace_from_most_steps_on_until_most_do_not_wait():
+    waits = DataWaits()
+    waits.add([True, False] * 20)
+    assert not waits.is_late
+    waits.add([True] * 4)
+    assert waits.is_late
+    waits.add([True, False] * 20)
+    assert waits.is_late
+    waits.add([False] * 4)
+    assert not waits.is_late
 
 
-def test_nothing_is_taken_out_while_nothing_is_known():
-    assert waits().own_times_s([1.5], [0.6], None) == (1.5,)
-    assert DataWaits().own_times_s([1.5], [0.6], 1.0) == (1.5,)
+class Scripted(Policy):
+    """Decides by step, and records step times and the steps at which it is asked."""
 
+    def __init__(self, **at_step):
+        self.script, self.times_s, self.asked = at_step, [], []
 
-def test_waits_that_slowed_a_step_are_not_usual():
-    found = waits()
-    for _ in range(100):
-        own_s = found.own_times_s([1.5], [0.6], 1.0)
-        found.learn([1.5], [0.6], own_s)
-    assert found.own_times_s([1.5], [0.6], 1.0) == (pytest.approx(1.0),)
-
-
-def reading(value, quality="good"):
-    return SignalSummary(value=value, spread=0.0, count=8, time_s=1.0, quality=quality)
-
-
-def observed(step=1, step_time_s=1.0, readings=None, wait_s=None):
-    return Observation(
-        step=step,
-        time_s=float(step),
-        step_times_s=(step_time_s,),
-        readings=readings or {},
-        global_batch=8,
-        seq_len=32,
-        lost_devices=frozenset(),
-        data_waits_s=() if wait_s is None else (wait_s,),
-    )
-
-
-@pytest.mark.parametrize(
-    ("wait", "is_bound"),
-    [
-        (reading(0.95), True),
-        (reading(0.5), False),
-        (reading(0.95, "stale"), False),
-        (reading(0.95, "few"), False),
-        (reading(None, "unknown"), False),
-    ],
-)
-def test_steps_that_wait_most_of_their_time_are_bound_by_data(wait, is_bound):
-    readings = {"data_wait_s": wait, "step_time_s": reading(1.0)}
-    assert is_data_bound(observed(readings=readings)) == is_bound
-    assert not is_data_bound(observed(readings={"data_wait_s": wait}))
-
-
-class Once(Policy):
-    """Switches after the eighth step, to a plan of which it expects 0.9 s per step."""
-
-    usual_step_s = 1.0
+    def notices(self, observation, state):
+        self.times_s += observation.step_times_s
+        return super().notices(observation, state)
 
     def decide(self, observation):
-        if observation.step != 8:
-            return None
-        return Decision(step=8, action="switch", plan=NEW, why="a test", step_time_s=1.0)
+        return self.script.pop(f"step_{observation.step}", None)
 
-    def switched(self, plan, costs_s, made=None):
-        self.usual_step_s = 0.9
+    def answer(self, question, observation, state, *, blocked):
+        self.asked.append((observation.step, question.trigger))
+
+
+class Run:
+    """A runtime whose plan is compiled from step `ready` on."""
+
+    def __init__(self, policy, ready=8):
+        self.sent, self.announced, self.step, self.ready = [], [], 0, ready
+        self.runtime = Runtime(
+            policy,
+            SwitchRules(settings=ControlConfig(canary_steps=5), num_steps=1000),
+            send=lambda each: self.sent.append(each.kind),
+            announce=lambda decision: self.announced.append(decision.why),
+        )
+
+    def go(self, count, time_s, wait_s=0.0):
+        for _ in range(count):
+            self.step += 1
+            self.runtime.boundary(
+                Observation(
+                    step=self.step,
+                    time_s=float(self.step),
+                    step_times_s=(time_s,),
+                    readings={},
+                    global_batch=8,
+                    seq_len=32,
+                    lost_devices=frozenset(),
+                    data_waits_s=(wait_s,),
+                ),
+                times_s=(time_s,),
+                data_waits_s=(wait_s,),
+                losses=(1.0,),
+                is_compiled=lambda: self.step >= self.ready,
+            )
+        return self
+
+
+def switch(**fields):
+    return Decision(step=8, action="switch", plan=NEW, why="a test", **fields)
+
+
+@pytest.mark.parametrize(("wait_s", "command"), [(0.75, "keep"), (0.0, "roll_back")])
+def test_a_plan_is_not_taken_back_for_waits_for_data(wait_s, command):
+    run = Run(Scripted(step_8=switch())).go(9, 1.0)
+    assert run.sent[:2] == ["prepare", "switch"]
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 1.0})
+    run.go(6, 1.5, wait_s)
+    assert run.sent[-1] == command
+
+
+def test_a_plan_is_judged_by_the_steps_of_its_trial_that_did_not_wait():
+    run = Run(Scripted(step_8=switch())).go(9, 1.0)
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 1.0})
+    run.go(2, 5.0, 4.5).go(4, 1.3)
+    assert run.sent[-1] == "roll_back"
+    trial = run.runtime.state.trial
+    assert trial is not None
+    assert trial.verdict is not None
+    assert "1.3 s per step" in trial.verdict.why
+
+
+def test_the_policy_sees_no_steps_that_waited():
+    policy = Scripted()
+    Run(policy).go(3, 1.0).go(3, 2.0, 1.0).go(1, 1.1)
+    assert policy.times_s == [1.0, 1.0, 1.0, 1.1]
+
+
+def test_a_switch_by_choice_is_withdrawn_when_steps_wait_for_data():
+    run = Run(Scripted(step_8=switch()), ready=100).go(8, 1.0)
+    assert run.sent == ["prepare"]
+    run.go(8, 2.0, 1.0)
+    assert run.sent == ["prepare", "withdraw"]
+    assert "steps wait for data" in run.announced[-1]
+
+
+@pytest.mark.parametrize("fields", [{"mandatory": True}, {"at_step": 90}])
+def test_other_switches_are_not(fields):
+    run = Run(Scripted(step_8=switch(**fields)), ready=100).go(8, 1.0).go(8, 2.0, 1.0)
+    assert run.sent == ["prepare"]
+    assert "steps wait for data" in run.announced[-1]
 
 
 @pytest.mark.parametrize(
-    ("time_s", "wait_s", "command"), [(1.5, 0.75, "keep"), (1.5, 0.0, "roll_back")]
+    ("fields", "is_asked"), [({}, False), ({"mandatory": True}, True), ({"at_step": 90}, True)]
 )
-def test_a_plan_is_not_taken_back_for_waits_for_data(time_s, wait_s, command):
-    sent = []
-    runtime = Runtime(
-        Once(),
-        SwitchRules(settings=ControlConfig(canary_steps=5), num_steps=1000),
-        send=lambda each: sent.append(each.kind),
-        announce=lambda decision: None,
-    )
+def test_questions_stay_open_while_steps_wait_for_data(fields, is_asked):
+    policy = Scripted()
+    run = Run(policy).go(8, 2.0, 1.0)
+    question = Question(trigger="a test", **fields)
+    run.runtime.state = replace(run.runtime.state, questions=(question,))
+    run.go(4, 2.0, 1.0)
+    assert bool(policy.asked) == is_asked
+    run.go(8, 1.0)
+    assert policy.asked
+    assert len(run.announced) == 1, "it is said once"
 
-    def go(step, step_time_s, wait_s):
-        runtime.boundary(
-            observed(step, step_time_s, wait_s=wait_s),
-            times_s=(step_time_s,),
-            data_waits_s=(wait_s,),
-            losses=(1.0,),
-            is_compiled=lambda: step >= 8,
-        )
 
-    for step in range(1, 10):
-        go(step, 1.0, 0.01)
-    assert "switch" in sent
-    runtime.move_begun()
-    runtime.moved(NEW, {"move_s": 1.0})
-    for step in range(10, 20):
-        go(step, time_s, wait_s)
-    assert sent[-1] == command
+def test_the_run_looks_again_once_data_come_in_time():
+    policy = Scripted()
+    Run(policy).go(8, 2.0, 1.0).go(8, 1.0)
+    assert policy.asked[0] == (14, "data come in time again")

@@ -146,16 +146,14 @@ def test_the_probes_of_a_smaller_mesh_measure_the_devices_outside_it():
         lost=lambda: frozenset({jax.devices()[7].id}),
         warn=print,
     )
-    assert "process_time/6" not in probes.on(mesh_of(1, 2, 1, 4)).run(
-        5, step_time_s=0.1, data_wait_s=0.0
-    )
+    assert "process_time/6" not in probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1)
     smaller = jax.make_mesh(
         (1, 6, 1, 1),
         MESH_AXES,
         devices=jax.devices()[:6],
         axis_types=(jax.sharding.AxisType.Auto,) * 4,
     )
-    samples = probes.on(smaller).run(9, step_time_s=0.1, data_wait_s=0.0)
+    samples = probes.on(smaller).run(9, step_time_s=0.1)
     outside = {name for name in samples if name.startswith("process_time/")}
     assert outside == {f"process_time/{jax.devices()[6].id}"}
 
@@ -168,14 +166,14 @@ def test_probe_time_is_the_shortest_repeat():
 
 def test_probe_rounds_map_axes_to_links_and_reuse_compiled_probes(programs):
     probes = Probes(0.01, TWO_HOSTS, None, num_meshes=2, warn=print)
-    samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1, data_wait_s=0.0)
+    samples = probes.on(mesh_of(1, 2, 1, 4)).run(5, step_time_s=0.1)
     assert samples["link_slowdown/inter_host"] == samples["link_slowdown/data"] > 0
     assert samples["link_slowdown/intra_host"] == samples["link_slowdown/tensor"] > 0
     assert samples["compute_slowdown"] > 0
     num_programs = len(programs)
     probes.on(mesh_of(1, 2, 1, 4))
     assert len(programs) == num_programs
-    assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1, data_wait_s=0.0).keys() >= {
+    assert probes.on(mesh_of(1, 1, 1, 8)).run(9, step_time_s=0.1).keys() >= {
         "link_slowdown/inter_host",
         "link_slowdown/tensor",
     }

@@ -40,8 +40,8 @@ def settled(axes=("data", "tensor"), exchange=None, **speeds):
     return programs, rounds
 
 
-def run(rounds, *, step_time_s=0.5, data_wait_s=0.0):
-    return rounds.run(10, step_time_s=step_time_s, data_wait_s=data_wait_s)
+def run(rounds, *, step_time_s=0.5):
+    return rounds.run(10, step_time_s=step_time_s)
 
 
 def test_unchanged_hardware_gives_slowdowns_of_one():
@@ -126,11 +126,11 @@ def test_devices_that_are_left_out_are_probed_unless_they_are_lost():
 
 
 def compute_of(own, factor):
-    """Slow down the compute time in the exchanged numbers, which end with: compute, data wait, step
-    time, cost.
+    """Slow down the compute time in the exchanged numbers, which end with: compute, step time,
+    cost.
     """
-    if len(own) > 3:
-        own[-4] *= factor
+    if len(own) > 2:
+        own[-3] *= factor
 
 
 def test_a_straggler_is_named_and_is_not_slow_compute_everywhere():
@@ -143,19 +143,6 @@ def test_a_straggler_is_named_and_is_not_slow_compute_everywhere():
         [1.0, 1.0, 1.5], rel=FLOAT32
     )
     assert samples["compute_slowdown"] == pytest.approx(1.0, rel=FLOAT32), "the median process's"
-
-
-def test_a_process_that_waits_for_data_is_a_straggler_too():
-    _, rounds = settled(exchange=with_others(lambda own: None))
-    rounds._exchange = lambda own: (
-        np.stack([own, own * np.array([1] * (len(own) - 3) + [0, 1, 1])])
-        if len(own) > 3
-        else np.stack([own, own])
-    )
-    found = run(rounds, step_time_s=1.0, data_wait_s=0.5)
-    assert (found["process_time/0"], found["process_time/1"]) == pytest.approx(
-        (2.0, 1.0), rel=FLOAT32
-    )
 
 
 def test_collective_time_is_that_of_the_last_process_to_arrive():
@@ -216,7 +203,7 @@ def test_all_processes_run_the_same_probes_at_the_same_steps():
         # time.
         programs.s_per_byte["data"] = (60e-9, 70e-9, 900e-9)[number]
         samples = {
-            step: rounds.run(step, step_time_s=0.1 + 0.01 * number, data_wait_s=0.01 * number)
+            step: rounds.run(step, step_time_s=0.1 + 0.01 * number)
             for step in range(1, 2000)
             if rounds.budget.is_due(step)
         }
@@ -248,7 +235,7 @@ def test_over_a_long_run_probes_stay_within_their_share():
             budget.ask(step)
         if budget.is_due(step):
             before_s = clock()
-            rounds.run(step, step_time_s=0.1, data_wait_s=0.0)
+            rounds.run(step, step_time_s=0.1)
             spent_s, num_rounds = spent_s + clock() - before_s, num_rounds + 1
     assert 0.0015 < spent_s / (clock() - began_s) <= 0.00205, "the first round is a loan"
     assert num_rounds > 100

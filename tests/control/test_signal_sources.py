@@ -127,14 +127,6 @@ def test_each_step_time_is_observed_once():
     assert found.observe(3).step_times_s == ()
 
 
-def test_each_step_time_comes_with_its_wait_for_data():
-    found = signals(FakeClock())
-    found.step(record(1))
-    found.step(record(2, data_wait_s=0.25))
-    assert found.observe(2).data_waits_s == (0.0, 0.25)
-    assert found.observe(2).data_waits_s == ()
-
-
 def test_without_a_known_peak_mfu_is_unknown():
     clock = FakeClock()
     found = signals(clock)

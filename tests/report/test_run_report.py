@@ -415,10 +415,11 @@ def test_the_report_of_a_run_before_its_first_step(tmp_path):
 def test_the_report_of_a_run_without_decisions(tmp_path):
     run = RunDirectory.create(tmp_path / "run", "gpt2")
     run.write_config("{}")
-    run.log_step(step(1, peak_bytes=3 * 2**30))
+    run.log_step(step(1, peak_bytes=3 * 2**30, step_time_s=0.2, data_wait_s=0.05))
     shown = Reader(run_report(run.path))
     for words in (
         "peak 3 GiB",
+        "waiting for data, of that time\n25.0%",
         "switches",
     ):
         assert words in shown.words
@@ -573,7 +574,7 @@ FIELDS = (
     fields=st.fixed_dictionaries(
         {},
         optional=dict.fromkeys(
-            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu"), any_value
+            ("step_time_s", "peak_bytes", "plan", "tokens_per_s", "mfu", "data_wait_s"), any_value
         ),
     ),
 )

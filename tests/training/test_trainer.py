@@ -32,10 +32,9 @@ class Clock:
 
 
 class Scalar(float):
-    """A metric that is known as soon as its step was dispatched."""
+    """A metric that is known as soon as its step was dispatched, or later."""
 
-    def is_ready(self):
-        return True
+    is_ready = staticmethod(lambda: True)
 
 
 def held_out(sums):
@@ -127,6 +126,7 @@ class Loop:
         loss=lambda step: 1.0,
         stop=None,
         step_s=STEP_S,
+        device_s=0.0,
         **settings,
     ):
         self.clock, self.records, self.events, self.reported = Clock(), [], [], []
@@ -140,17 +140,18 @@ class Loop:
             self.begun.append(len(self.begun) + 1)
             during(len(self.begun))
             clock.wait(step_s)
-            value = loss(len(self.begun))
+            value, end_s = Scalar(loss(len(self.begun))), clock.now + device_s
+            value.is_ready = lambda: clock.now >= end_s
             names = "loss", "grad_norm", "lr", "tokens", "loss_scale", "accuracy"
             metrics = dict.fromkeys(names, Scalar(1))
-            return state, metrics | {"loss": Scalar(value), "skipped": not math.isfinite(value)}
+            return state, metrics | {"loss": value, "skipped": not math.isfinite(value)}
 
         class Agreement:
             def __init__(self, mesh):
                 pass
 
-            def __call__(self, wish):
-                return wish
+            def __call__(self, *numbers):
+                return numbers
 
         monkeypatch.setattr(trainer_module, "time", clock)
         monkeypatch.setattr(trainer_module, "Agreement", Agreement)
@@ -254,6 +255,33 @@ def test_step_time_excludes_evaluations_and_saves(monkeypatch, several_processes
         5,
         6,
     ], "a probe runs when its step is known to be done"
+
+
+@pytest.mark.parametrize("several_processes", [True, False])
+@pytest.mark.parametrize("device_s", [0.5 * LOAD_S, 1.5 * LOAD_S])
+def test_devices_that_still_work_when_a_batch_comes_have_not_waited(
+    monkeypatch, several_processes, device_s
+):
+    loop = Loop(
+        monkeypatch,
+        steps=4,
+        several_processes=several_processes,
+        step_s=0.01,
+        evaluate=lambda *_: (1.0, 1),
+        device_s=device_s,
+        eval_every=0,
+        **{"checkpoint.every": 0},
+    )
+
+    def device_get(metrics):
+        while not metrics["loss"].is_ready():
+            loop.clock.wait(0.01)
+        return metrics
+
+    monkeypatch.setattr(trainer_module.jax, "device_get", device_get)
+    loop.train()
+    waits_s = [record.data_wait_s for record in loop.records]
+    assert waits_s[1:3] == pytest.approx([LOAD_S if device_s < LOAD_S else 0.0] * 2)
 
 
 def stopped(monkeypatch, capfd, number, *, at=4, **settings):

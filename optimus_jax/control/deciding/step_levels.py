@@ -75,15 +75,6 @@ class StepLevels:
         return self._plan.anchor
 
     @property
-    def usual(self) -> float | None:
-        """Level under the plan, or that at which conditions were accepted or that is expected until
-        it is known; None: unknown.
-        """
-        if self.detector.count >= constants.MIN_LEVEL_STEPS:
-            return self.detector.level
-        return self._plan.expected if self._plan.accepted is None else self._plan.accepted
-
-    @property
     def recent(self) -> float | None:
         """Level of the newest steps; None: there are too few."""
         return self.detector.recent(constants.NUM_RECENT_STEPS)

@@ -80,13 +80,6 @@ class Watch:
         return self._steps.detector
 
     @property
-    def usual(self) -> float | None:
-        """Logarithm of the usual step time under the plan, or of that expected of a new one; None:
-        unknown.
-        """
-        return self._steps.usual
-
-    @property
     def is_contradicted(self) -> bool:
         """Whether step times are far from those in the conditions that are believed."""
         return self._steps.is_contradicted
