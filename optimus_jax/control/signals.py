@@ -40,9 +40,9 @@ LINK_SLOWDOWN = "link_slowdown/"
 OLD_SIGNAL_NAMES = {LINK_SLOWDOWN + old: LINK_SLOWDOWN + new for old, new in OLD_LINK_NAMES.items()}
 """Earlier names of signals, in runs of older versions and in scenarios."""
 PROCESS_TIME = "process_time/"
-"""Prefix of signal names; the number of a process follows: the time that it would need for a step
-alone, over that of the median process. In a run of one process it is the id of a device that the
-run leaves out: its compute time over that of devices in use."""
+"""Prefix of signal names; the number of a process follows: its time for a piece of computing, over
+that of the median process. In a run of one process it is the id of a device that the run leaves
+out, and the time is over that of devices in use."""
 REPLACED_SIGNALS = dict.fromkeys(("process_skew", "straggler"), PROCESS_TIME + "*")
 """Signals of earlier versions, in scenarios, with those that have replaced them."""
 PADDING_SHARE = "padding_share"
