@@ -289,7 +289,7 @@ class Telemetry:
         )
         wait_s = world.data_wait_s(now.place, now.conditions, now.phase)
         found = {
-            signals.DATA_WAIT_S: wait_s,
+            signals.DATA_WAIT_S: wait_s + self._noisy(DISPATCH_S, 0.1),
             signals.DISPATCH_S: self._noisy(DISPATCH_S, 0.1),
             # The driver counts a kernel that waits for others as work, but not a stage without a
             # task.
