@@ -58,12 +58,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": LLAMA_LIKE,
     "phi3": LLAMA_LIKE | {"pad_token_id": 0},
     "bert": BERT_LIKE,
+    "megatron-bert": BERT_LIKE,
     "electra": BERT_LIKE | {"embedding_size": 12},
     "gemma2": LLAMA_LIKE | {"head_dim": 8},
     "gemma3_text": LLAMA_LIKE | {"head_dim": 8, "num_hidden_layers": 6},
 }
 """Values of config.json by model_type."""
-ENCODERS = ("bert", "electra")
+ENCODERS = ("bert", "megatron-bert", "electra")
 WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat", "and", "dog", "ran"]
 """The vocabulary of `with_tokenizer`."""
 TINY_RUN: dict[str, Any] = {

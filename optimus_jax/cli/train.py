@@ -86,10 +86,12 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags.add_argument(
         "--task",
         metavar="NAME",
-        help="what is learnt (default: by the model: next_token, mlm, image_classification, ...)",
+        help="what is learnt, `list` names all (default: by the model: next_token, mlm, ...)",
     )
     flags.add_argument(
-        "--recipe", metavar="NAME", help="published settings to start from (default: none)"
+        "--recipe",
+        metavar="NAME",
+        help="published settings to start from, `list` names all (default: none)",
     )
     flags.add_argument(
         "--seq-len",

@@ -39,6 +39,26 @@ RECIPES: Mapping[str, Recipe] = {
             "optimizer.min_lr_ratio": 1e-5 / 1.5e-4,
         },
     ),
+    "electra": Recipe(
+        source="Clark et al. 2020, arXiv:2003.10555, table 6 (base)",
+        settings={
+            "task": "replaced_tokens",
+            "model.dropout": 0.1,
+            "masking.masked": 0.85,  # the rest stays; their code, not the paper, says so
+            "masking.random": 0.0,
+            "optimizer.beta2": 0.999,
+            "optimizer.epsilon": 1e-6,
+            "optimizer.weight_decay": 0.01,
+            "optimizer.clip_norm": 1.0,  # as in their code
+            "data.seq_len": 512,
+            "data.global_batch": 256,
+            "steps": 766_000,
+            "optimizer.lr": 2e-4,
+            "optimizer.schedule": "linear",
+            "optimizer.warmup_steps": 10_000,
+            "optimizer.min_lr_ratio": 0.0,
+        },
+    ),
     "megatron-bert": Recipe(
         # Theirs also learns the order of two sentences, which no task here does.
         source=f"{MEGATRON}; 5.3 for the place of norms; without sentence-order prediction",

@@ -81,6 +81,7 @@ FAMILIES: dict[str, Features] = {
     ),
     "opt": replace(GPT2, position_offset=2, activation="relu"),
     "bert": BERT,
+    "megatron-bert": replace(BERT, norm_place="pre", final_norm=True, embedding_norm=False),
     "vit": replace(GPT2, causal=False, activation="gelu"),
     "whisper": replace(GPT2, activation="gelu", biases=("query", "value", "out", "up", "down")),
     "electra": replace(BERT, table_bias=True, pooler="activation"),

@@ -87,18 +87,35 @@ GEMMA_TENSORS = LLAMA_OUTSIDE | layer_tensors(
     | QK_NORMS,
     "layers.{}.",
 )
-BERT_INSIDE = {
+BERT_EMBEDDINGS = {
     "embedding/table": "embeddings.word_embeddings.weight",
     "positions": "embeddings.position_embeddings.weight",
     "token_types": "embeddings.token_type_embeddings.weight",
-    "embedding_norm/scale": "embeddings.LayerNorm.weight",
-    "embedding_norm/bias": "embeddings.LayerNorm.bias",
-} | layer_tensors(
+}
+BERT_MATRICES = (
     "attention.self.query attention.self.key attention.self.value attention.output.dense",
     "intermediate.dense output.dense",
-    {"attention_out_norm": "attention.output.LayerNorm", "mlp_out_norm": "output.LayerNorm"},
-    "encoder.layer.{}.",
 )
+BERT_INSIDE = (
+    BERT_EMBEDDINGS
+    | {
+        "embedding_norm/scale": "embeddings.LayerNorm.weight",
+        "embedding_norm/bias": "embeddings.LayerNorm.bias",
+    }
+    | layer_tensors(
+        *BERT_MATRICES,
+        {"attention_out_norm": "attention.output.LayerNorm", "mlp_out_norm": "output.LayerNorm"},
+        "encoder.layer.{}.",
+    )
+)
+BERT_HEAD = {
+    "table_out": "cls.predictions.transform.dense.weight",
+    "transform_bias": "cls.predictions.transform.dense.bias",
+    "transform_norm/scale": "cls.predictions.transform.LayerNorm.weight",
+    "transform_norm/bias": "cls.predictions.transform.LayerNorm.bias",
+    "head/table": "cls.predictions.decoder.weight",
+    "head_bias": "cls.predictions.bias",
+}
 SPANS = {"label_table": "qa_outputs.weight", "head_bias": "qa_outputs.bias"}
 TOKEN_LABELS = {"label_table": "classifier.weight", "head_bias": "classifier.bias"}
 BERT = HuggingFaceFormat(
@@ -124,15 +141,7 @@ BERT = HuggingFaceFormat(
     features=(features.HIDDEN_ACTIVATION, features.TOKEN_TYPES),
     prefix="bert.",
     head_prefix="cls.",
-    tensors=BERT_INSIDE
-    | {
-        "table_out": "cls.predictions.transform.dense.weight",
-        "transform_bias": "cls.predictions.transform.dense.bias",
-        "transform_norm/scale": "cls.predictions.transform.LayerNorm.weight",
-        "transform_norm/bias": "cls.predictions.transform.LayerNorm.bias",
-        "head/table": "cls.predictions.decoder.weight",
-        "head_bias": "cls.predictions.bias",
-    },
+    tensors=BERT_INSIDE | BERT_HEAD,
     buffers=(
         "embeddings.position_ids",
         "pooler.dense.weight",
@@ -300,6 +309,23 @@ HUGGING_FACE_FORMATS: dict[str, HuggingFaceFormat] = {
         ),
     ),
     "bert": BERT,
+    "megatron-bert": replace(
+        BERT,
+        architecture="MegatronBertForMaskedLM",
+        tensors=BERT_EMBEDDINGS
+        | BERT_HEAD
+        | {"final_norm/scale": "encoder.ln.weight", "final_norm/bias": "encoder.ln.bias"}
+        | layer_tensors(
+            *BERT_MATRICES,
+            {"attention_norm": "attention.ln", "mlp_norm": "ln"},
+            "encoder.layer.{}.",
+        ),
+        older_endings={},
+        label_heads={
+            place: replace(head, architecture=f"Megatron{head.architecture}")
+            for place, head in BERT.label_heads.items()
+        },
+    ),
     "vit": HuggingFaceFormat(
         architecture="ViTForMaskedImageModeling",
         architectures=("ForMaskedImageModeling", "Model"),

@@ -94,7 +94,7 @@ def draw_loss(runs: NamedRuns, by: Literal["step", "time"] = "step") -> Chart | 
         label=f"Loss by {by}: {'; '.join(words)}",
         caption=(
             "Measured: the loss of the task, for most of them in nats per token."
-            f"{' Diamonds: on held-out text.' if has_held_out else ''}"
+            f"{' Diamonds: on held-out data.' if has_held_out else ''}"
             f"{marks}{grouping_words(per_point)}{left_out}"
         ),
     )

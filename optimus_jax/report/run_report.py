@@ -356,7 +356,7 @@ def _evaluations(history: RunHistory) -> list[PageBlock]:
     return _events(
         history,
         "eval",
-        "On held-out text (measured)",
+        "On held-out data (measured)",
         ("loss", "perplexity", "bits_per_byte", "tokens", *metrics),
         lambda event, field: format_value(event.get(field, mapping(event, "metrics").get(field))),
     )

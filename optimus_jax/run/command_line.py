@@ -20,6 +20,7 @@ from optimus_jax.config.advice import advice_for, spelled_like
 from optimus_jax.config.aliases import PARAMETERS, alias_of, meant_by_last_part, word
 from optimus_jax.config.described import SettingText, described_settings
 from optimus_jax.config.presets import PRESETS
+from optimus_jax.config.recipes import RECIPES
 from optimus_jax.config.request import SHORT_NAMES, Entry, canonical, say
 from optimus_jax.config.settings import shown
 from optimus_jax.config.suggestions import known_settings
@@ -32,13 +33,21 @@ from optimus_jax.system.resilient_io import (
     open_closed_streams,
     raising_output_errors,
 )
+from optimus_jax.training.tasks import named_tasks
 
 LIST = "list"
-"""Value of --model and --set that asks for the names of all presets or settings."""
+"""Value of --set that asks for all settings, and of the flags in NAMED for their names."""
 SETTINGS = "--settings"
 """Means `--set list`; with a section, such as `--settings optimizer`, those of that."""
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
+
+NAMED: dict[str, Callable[[], Iterable[str]]] = {
+    "model": lambda: PRESETS,
+    "recipe": lambda: (f"{name}  {each.source}" for name, each in RECIPES.items()),
+    "task": lambda: (name for name, _ in named_tasks()),
+}
+"""What a flag can name, a line each."""
 
 SET = "--set"
 _FLAG = re.compile(r"--[A-Za-z][^\s=]*")
@@ -92,9 +101,10 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, _SingleValue):
                 action.value = None
         given = vars(self.parse_args(self._translated(arguments)))
-        if given.get("model") == LIST:
-            print(*PRESETS, sep="\n")
-            raise SystemExit(0)
+        for flag, names in NAMED.items():
+            if given.get(flag) == LIST:
+                print(*names(), sep="\n")
+                raise SystemExit(0)
         for entry in given.get("set") or []:
             if "=" not in entry and (found := settings_in(entry)):
                 print(*map(setting_text, found), sep="\n")

@@ -51,7 +51,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Measurements of an evaluation on held-out text."""
+    """Measurements of an evaluation on held-out data."""
 
     step: int
     """Last step before it."""

@@ -95,7 +95,7 @@ class Display:
             self.evaluation(eval_record_of(event))
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Show an evaluation on held-out text."""
+        """Show an evaluation on held-out data."""
         bits, perplexity = record.bits_per_byte, record.perplexity
         self.message(
             "  ".join(

@@ -10,7 +10,11 @@ from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import check_family, features_of
 from optimus_jax.training.tasks import check_task
 
-MODELS = {"megatron-gpt2": "gpt2-xl", "megatron-bert": "bert-large-cased"}
+MODELS = {
+    "megatron-gpt2": "gpt2-xl",
+    "megatron-bert": "bert-large-cased",
+    "electra": "electra-base-generator",
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -192,8 +192,9 @@ CASES |= {
 CASES |= {
     "bert": SMALL | {"model_type": "bert", "intermediate_size": 64, "max_position_embeddings": 32}
 }
+CASES |= {"megatron-bert": CASES["bert"] | {"model_type": "megatron-bert"}}
 CASES |= {"electra": CASES["bert"] | {"model_type": "electra", "embedding_size": 32}}
-ENCODERS = ("bert", "electra")
+ENCODERS = ("bert", "megatron-bert", "electra")
 FIRST_OF_FAMILY = tuple(CASES)
 """Cases whose exported weights are compared; the others differ from them in sizes and ratios."""
 CASES |= {

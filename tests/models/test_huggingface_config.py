@@ -10,6 +10,7 @@ from published_models import ENCODERS, MODELS, libraries, model_of
 
 from optimus_jax.config import Features, ModelConfig, RopeScaling, Tuning
 from optimus_jax.config.presets import PRESETS, model_preset
+from optimus_jax.config.request import make_config
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface import config_from_huggingface
@@ -106,6 +107,11 @@ def test_another_familys_class_is_used_if_it_has_the_features():
     assert written(normed)["model_type"] == "qwen3"
     assert written(dataclasses.replace(llama, num_heads=10))["model_type"] == "mistral"
     assert written(llama)["model_type"] == "llama"
+
+
+def test_berts_of_the_recipe_of_megatron_are_those_of_transformers():
+    config = make_config("bert-nano", {"recipe": "megatron-bert", "seq_len": 64})
+    assert config_to_huggingface(config.model)["architectures"] == ["MegatronBertForMaskedLM"]
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_the_page_shows_known_and_unknown_values(shown):
         "12 MiB",
         "Predicted 300 ms a step, measured 450 ms.",
         "device: 3; what: lost",
-        "on held-out text",
+        "on held-out data",
         "accuracy",
         "peak unknown",
         "1 step without an update",

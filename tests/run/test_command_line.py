@@ -549,6 +549,16 @@ def test_the_names_of_all_models_are_printed(capsys):
     assert capsys.readouterr().out.split() == list(PRESETS)
 
 
+@pytest.mark.parametrize(
+    ("flag", "line"), [("--task", "question_answering"), ("--recipe", "electra  Clark et al.")]
+)
+def test_what_a_flag_can_name_is_printed(capsys, flag, line):
+    with pytest.raises(SystemExit) as ended:
+        PARSERS["train"]().read([flag, "list"])
+    assert ended.value.code == 0
+    assert f"\n{line}" in capsys.readouterr().out
+
+
 def test_set_shows_all_settings_or_those_of_a_section(capsys):
     def shown(*entry, flag="--set"):
         with pytest.raises(SystemExit) as ended:

@@ -179,7 +179,8 @@ class DataProfile:
                         f"packing: {self.packing_efficiency:.2%} of the tokens are trained on"
                         f" (padded rows would be {self.padded_share:.1%} full);"
                         f" {self.whole_share:.1%} of tokens have their whole document in their"
-                        f" window; attention within documents {self.attended_share:.1%} of causal"
+                        f" window; attention within documents {self.attended_share:.1%} of that in"
+                        " whole windows"
                     ),
                     (
                         f"global batches that leave {MIN_STEPS_PER_EPOCH} steps per epoch:"

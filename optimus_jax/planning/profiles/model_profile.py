@@ -145,8 +145,9 @@ class ModelProfile:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         title = (
             f"{self.name}: {self.num_params:,} parameters; sequences of {self.seq_len:,} tokens,"
-            f" {self.precision}, attention {self.kernel}. MFLOPs per token (what counts for MFU has"
-            " causal attention), KiB per token; read from the traced program, not measured"
+            f" {self.precision}, attention {self.kernel}. MFLOPs per token (what counts for MFU:"
+            " attention to what a token can see), KiB per token; read from the traced program, not"
+            " measured"
         )
         return (
             "\n".join(
