@@ -508,7 +508,7 @@ class _SourceLoader:
     def _of_labelled(self, texts: Iterable[LabelledRecord], name: str) -> Data:
         config = self.config
         lengths = [phase.seq_len for phase in config.phases if phase.seq_len]
-        whole, labels = encode_labelled(
+        whole, labels, notes = encode_labelled(
             self.tokenizer,
             texts,
             name,
@@ -517,7 +517,7 @@ class _SourceLoader:
             longest=max([self.seq_len, *lengths]),
             too_long=config.too_long,
         )
-        found = self._of_pieces(whole, name, {"labels": ",".join(labels)})
+        found = self._of_pieces(whole, name, {"labels": ",".join(labels)}).with_notes(notes)
         return dataclasses.replace(found, labels=labels)
 
     def _of_pieces(self, whole: Pieces, name: str, made_by: Mapping[str, str]) -> Data:

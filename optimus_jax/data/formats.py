@@ -87,6 +87,12 @@ class SourceFile:
             return text_in(record, self.text_field, advice_to_train)
         return self.records.document(record)
 
+    def records_in(self, value: Any) -> Iterable[Any]:
+        """The records of a JSON file that is this value."""
+        if self.records is None:
+            return value if isinstance(value, list) else [value]
+        return self.records.records_in(value)
+
     def bad(
         self, unit: str, number: int, shown: object, error: Exception, *, num_lines: int = 1
     ) -> None:
@@ -151,8 +157,7 @@ def read_json(source_file: SourceFile) -> Iterator[Any]:
         yield from _json_lines(io.BytesIO(data), source_file)
         return
     del data
-    records = value if isinstance(value, list) else [value]
-    for number, record in enumerate(records, 1):
+    for number, record in enumerate(source_file.records_in(value), 1):
         try:
             document = source_file.document(record)
         except ValueError as error:

@@ -6,7 +6,8 @@ and where. A label is a text or a whole number. The tokens of one or two texts s
 special tokens, as the tokenizer says (`TextFrame`). The label of texts counts at the first token if
 the model sees all tokens, at the last one if it sees earlier tokens only; the label of a word
 counts at its first token. An answer is told by its first and its last token; where there is none,
-both are the first token of all.
+both are the first token of all. Texts that are too long are truncated inside their frame. A
+question whose answers are behind the cut is left out: it would teach that there is none.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,8 +18,15 @@ import numpy as np
 
 from optimus_jax.config.data import TooLong
 from optimus_jax.config.model import SPAN_LABELS
-from optimus_jax.data.pieces import Labels, Pieces
-from optimus_jax.data.record_names import ANSWERS, CONTEXT, QUESTION
+from optimus_jax.data.pieces import Labels, Pieces, too_long_note
+from optimus_jax.data.record_names import (
+    ANSWERS,
+    ARTICLES,
+    CONTEXT,
+    PARAGRAPHS,
+    QUESTION,
+    QUESTIONS,
+)
 from optimus_jax.data.record_reader import RecordReader
 from optimus_jax.data.records import NotLabelledError, check_characters, kind_of_value
 from optimus_jax.data.token_ids import TextFrame, token_dtype
@@ -51,13 +59,19 @@ class LabelledSpan(NamedTuple):
 
     question: str
     text: str
-    answer: tuple[int, int] | None
-    """Its first character, and the one after its last; None: the text does not answer it."""
+    answers: tuple[tuple[int, int], ...]
+    """The first character of each, and the one after its last; empty: the text does not answer
+    it."""
 
 
 LabelledRecord = LabelledText | LabelledWords | LabelledSpan
 BEGINS, ENDS = 1, 2
-"""What the label of a token says of an answer, added up."""
+"""What the label of a token says of an answer, added up. Other answers to the same question have
+the next bits: BEGINS and ENDS times 4 of the second, times 16 of the third."""
+MOST_ANSWERS = 8
+"""Answers to a question that count; the label of a token is an int32."""
+_SHOWN, _MOST_NAMES = 80, 50
+"""Most characters of a field's name in a message, and most names."""
 MOST_NUMBERS = 10_000
 """Labels that are whole numbers below this are all there; larger ones are names."""
 
@@ -106,10 +120,21 @@ class LabelReader(RecordReader):
         return self._fields if {*self._fields} <= {*names} else []
 
     def if_absent(self, names: Collection[str]) -> str:
-        return (
-            f"name the fields: --set data.text_field={self.text_field}"
-            f" --set data.label_field={self.label_field}"
-        )
+        missing = [
+            (setting, field)
+            for setting, field in (
+                ("text_field", self.text_field),
+                ("second_text_field", self.second_field),
+                ("label_field", self.label_field),
+            )
+            if field is not None and field not in names
+        ]
+        others = [name[:_SHOWN] for name in names if name not in self._fields][:_MOST_NAMES]
+        if names and not others:
+            return f"give each text its {' and its '.join(repr(field) for _, field in missing)}"
+        how = " ".join(f"--set data.{setting}=NAME" for setting, _ in missing)
+        each = "each one" if len(missing) > 1 else "one"
+        return f"name the fields: {how}" + (f", {each} of {', '.join(others)}" if others else "")
 
     @property
     def _fields(self) -> list[str]:
@@ -128,7 +153,9 @@ class LabelReader(RecordReader):
 @dataclass(kw_only=True)
 class AnswerReader(RecordReader):
     """Reads questions and the texts that answer them, as SQuAD has them (arXiv:1606.05250): fields
-    `question`, `context`, and `answers` with lists `text` and `answer_start`, which may be empty.
+    `question`, `context`, and `answers` with lists `text` and `answer_start`, which may be empty,
+    or a list of objects with these two. A JSON file may be SQuAD's own: `data`, of articles with
+    `paragraphs`, of which each has a `context` and its questions, `qas`.
     """
 
     wanted = "questions with answers"
@@ -142,30 +169,12 @@ class AnswerReader(RecordReader):
         question, text, answers = (record[name] for name in fields)
         if not isinstance(question, str) or not isinstance(text, str):
             raise NotLabelledError(f"{QUESTION!r} or {CONTEXT!r} is not a text")
-        if answers is None:
-            return LabelledSpan(question, text, None)
-        found, starts = (
-            (answers.get("text"), answers.get("answer_start"))
-            if isinstance(answers, dict)
-            else (None, None)
-        )
-        if not isinstance(found, list) or not isinstance(starts, list) or len(found) != len(starts):
-            raise NotLabelledError(
-                f"{ANSWERS!r} is {kind_of_value(answers)}, not lists `text` and `answer_start`"
-            )
-        if not found:
-            return LabelledSpan(question, text, None)
-        answer, start = found[0], starts[0]
-        is_there = (
-            isinstance(answer, str)
-            and type(start) is int
-            and start >= 0
-            and bool(answer)
-            and text[start : start + len(answer)] == answer
-        )
-        if not is_there:
-            raise NotLabelledError(f"the answer {answer!r:.80} is not at character {start!r:.20}")
-        return LabelledSpan(question, text, (start, start + len(answer)))
+        spans = [_span_in(text, answer, start) for answer, start in _answers_in(answers)]
+        return LabelledSpan(question, text, tuple(dict.fromkeys(spans)))
+
+    def records_in(self, value: Any) -> Iterable[Any]:
+        articles = value.get(ARTICLES) if isinstance(value, dict) else None
+        return _questions_in(articles) if isinstance(articles, list) else super().records_in(value)
 
     def columns(self, names: Collection[str]) -> list[str]:
         fields = [QUESTION, CONTEXT, ANSWERS]
@@ -173,6 +182,56 @@ class AnswerReader(RecordReader):
 
     def if_absent(self, names: Collection[str]) -> str:
         return f"give records with {QUESTION!r}, {CONTEXT!r} and {ANSWERS!r}, as SQuAD has them"
+
+
+def _answers_in(answers: Any) -> list[tuple[Any, Any]]:
+    """Answers, with the characters at which they are to begin. Raises NotLabelledError."""
+    if answers is None:
+        return []
+    if isinstance(answers, list) and all(isinstance(each, dict) for each in answers):
+        return [(each.get("text"), each.get("answer_start")) for each in answers]
+    found, starts = (
+        (answers.get("text"), answers.get("answer_start"))
+        if isinstance(answers, dict)
+        else (None, None)
+    )
+    if not isinstance(found, list) or not isinstance(starts, list) or len(found) != len(starts):
+        raise NotLabelledError(
+            f"{ANSWERS!r} is {kind_of_value(answers)}, not lists `text` and `answer_start`"
+        )
+    return list(zip(found, starts, strict=True))
+
+
+def _span_in(text: str, answer: Any, start: Any) -> tuple[int, int]:
+    """Where an answer is in its text. Raises NotLabelledError if it is not at `start`."""
+    is_there = (
+        isinstance(answer, str)
+        and type(start) is int
+        and start >= 0
+        and bool(answer)
+        and text[start : start + len(answer)] == answer
+    )
+    if not is_there:
+        raise NotLabelledError(f"the answer {answer!r:.80} is not at character {start!r:.20}")
+    return start, start + len(answer)
+
+
+def _questions_in(articles: list[Any]) -> Iterator[Any]:
+    """Records with the fields of `AnswerReader`, of SQuAD's articles. What has no parts is a record
+    itself, which may be malformed.
+    """
+    for article in articles:
+        for paragraph in _parts_of(article, PARAGRAPHS):
+            for question in _parts_of(paragraph, QUESTIONS):
+                if question is not paragraph and isinstance(question, dict):
+                    question = {CONTEXT: paragraph.get(CONTEXT)} | question
+                yield question
+
+
+def _parts_of(value: Any, name: str) -> list[Any]:
+    """The list in this field of a value; the value alone if it has none."""
+    parts = value.get(name) if isinstance(value, dict) else None
+    return parts if isinstance(parts, list) else [value]
 
 
 def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
@@ -199,8 +258,9 @@ def encode_labelled(
     labels: tuple[str, ...],
     longest: int,
     too_long: TooLong,
-) -> tuple[Pieces, tuple[str, ...]]:
-    """All texts as tokens with their labels, and the names of these.
+) -> tuple[Pieces, tuple[str, ...], list[str]]:
+    """All texts as tokens with their labels, the names of these, and what a user should know about
+    texts that were truncated and answers that were lost by it.
 
     Shows progress while stderr is a terminal.
 
@@ -210,40 +270,71 @@ def encode_labelled(
       longest: most tokens of an example. Longer texts are truncated inside their frame, if
         `too_long` says so.
     Raises:
-      DataError: a text has another label, or all have the same.
+      DataError: a text has another label, or all have the same; or no answer remains.
     """
     most = longest if too_long == "truncate" else 1 << 62
     frame = tokenizer.frame.led_by(tokenizer.eos) if place == "first" else tokenizer.frame
     found: list[_Tokens] = []
-    finds_answers = False
+    finds_answers = finds_words = False
     for group in groups(documents, _num_characters):
         words = [one for one in group if isinstance(one, LabelledWords)]
         texts = [one for one in group if isinstance(one, LabelledText)]
         spans = [one for one in group if isinstance(one, LabelledSpan)]
         finds_answers |= bool(spans)
+        finds_words |= bool(words)
         found += _of_words(tokenizer, words, frame, most)
         found += _of_texts(tokenizer, texts, frame, place, most)
         found += _of_spans(tokenizer, spans, frame, most)
     if finds_answers:
-        labels, number = SPAN_LABELS, {str(n): n for n in (BEGINS, ENDS, BEGINS + ENDS)}
+        whole, found = found, [tokens for tokens in found if any(tokens.labels)]
+        notes = _notes_on_cut(found, name, "question", longest)
+        if num_lost := len(whole) - len(found):
+            remain = f"that remain at seq_len={longest:,}" if most == longest else "of their text"
+            why = f"no answer of theirs is among the tokens {remain}"
+            if not found:
+                what = f"all questions of {name} are left out"
+                raise DataError(explain(what, given=why, do="use a larger --seq-len"))
+            notes.append(f"{num_lost:,} question(s) of {name} are left out: {why}")
+        labels = SPAN_LABELS
+        number = {label: int(label) for tokens in found for label in tokens.labels if label}
     else:
+        notes = _notes_on_cut(found, name, "text", longest)
         labels = _labels_of(found, labels, name)
         number = {label: index for index, label in enumerate(labels)}
     number[""] = NO_LABEL
     targets = np.array([number[label] for tokens in found for label in tokens.labels], np.int32)
+    is_last = place == "last" and not finds_answers and not finds_words
     pieces = Pieces(
         name=name,
         tokens=np.concatenate(
             [tokens.ids for tokens in found], dtype=token_dtype(tokenizer.vocab_size)
         ),
-        counts=targets != NO_LABEL,
+        # Of several answers, the first one is learnt.
+        counts=(targets & (BEGINS | ENDS) > 0) & (targets > 0)
+        if finds_answers
+        else targets != NO_LABEL,
         starts=np.concatenate([[0], np.cumsum([len(tokens.ids) for tokens in found])]),
-        labels=Labels(targets, np.concatenate([tokens.types for tokens in found])),
+        labels=Labels(
+            targets=targets,
+            types=np.concatenate([tokens.types for tokens in found]),
+            frame=frame,
+            num_parts=found[0].num_parts,
+            first_sizes=np.array([tokens.first_size for tokens in found]),
+            at_last=is_last,
+            needs_all=finds_answers,
+        ),
         vocab_size=tokenizer.vocab_size,
         too_long=too_long,
-        noun="text",
+        noun="question" if finds_answers else "text",
     )
-    return pieces, labels
+    return pieces, labels, notes
+
+
+def _notes_on_cut(found: Sequence["_Tokens"], name: str, unit: str, longest: int) -> list[str]:
+    """What a user should know about texts that have been truncated."""
+    num_cut = sum(tokens.is_cut for tokens in found)
+    done = f"{num_cut:,} truncated"
+    return [too_long_note(num_cut, unit, name, longest, "truncate", done)] if num_cut else []
 
 
 def _labels_of(found: Sequence["_Tokens"], labels: tuple[str, ...], name: str) -> tuple[str, ...]:
@@ -279,6 +370,29 @@ class _Tokens(NamedTuple):
     types: np.ndarray
     labels: list[str]
     """Label of every token; an empty text where there is none."""
+    num_parts: int
+    """Texts: 1, or 2."""
+    first_size: int
+    """Number of tokens of the first one."""
+    is_cut: bool
+    """Whether some of their tokens were left out."""
+
+    @classmethod
+    def of(
+        cls, frame: TextFrame, texts: Sequence[np.ndarray], most: int, labels: dict[int, str]
+    ) -> "_Tokens":
+        """Texts as `TextFrame.around` has them.
+
+        Args:
+          labels: those of tokens, by their places; of the last one, by -1.
+        """
+        ids, types = frame.around(texts, most)
+        sizes = frame.fitting(texts, most)
+        all_labels = [""] * len(ids)
+        for place, label in labels.items():
+            all_labels[place] = label
+        is_cut = sum(sizes) < sum(map(len, texts))
+        return cls(ids, types, all_labels, len(texts), sizes[0], is_cut)
 
 
 def _of_texts(
@@ -292,10 +406,7 @@ def _of_texts(
     encoded = iter(tokenizer.encode_batch(parts))
     for one in texts:
         both = [next(encoded) for _ in range(1 if one.second is None else 2)]
-        ids, types = frame.around(both, most)
-        labels = [""] * len(ids)
-        labels[0 if place == "first" else -1] = one.label
-        yield _Tokens(ids, types, labels)
+        yield _Tokens.of(frame, both, most, {0 if place == "first" else -1: one.label})
 
 
 def _of_words(
@@ -306,17 +417,16 @@ def _of_words(
         begins = np.cumsum([0, *(len(word) + 1 for word in one.words[:-1])])
         # The first token that goes on after the beginning of the word; before it may be a blank.
         tokens = np.searchsorted(spans[:, 1], begins, side="right")
-        ids, types = frame.around([word_ids], most)
-        labels, first = [""] * len(ids), len(frame.before)
-        end = len(ids) - len(frame.after)
+        labels: dict[int, str] = {}
+        first, (end,) = len(frame.before), frame.fitting([word_ids], most)
         for token, begin, word, label in zip(
             tokens.tolist(), begins.tolist(), one.words, one.labels, strict=True
         ):
             # A word may have no token of its own, such as one of characters that are left out.
             is_own = token < len(spans) and spans[token, 0] < begin + len(word)
-            if is_own and token + first < end and not labels[token + first]:
+            if is_own and token < end and token + first not in labels:
                 labels[token + first] = label
-        yield _Tokens(ids, types, labels)
+        yield _Tokens.of(frame, [word_ids], most, labels)
 
 
 def _of_spans(
@@ -326,20 +436,18 @@ def _of_spans(
     encoded = tokenizer.encode_with_spans([one.text for one in questions])
     for one, question_ids, (text_ids, spans) in zip(questions, asked, encoded, strict=True):
         both = [question_ids, text_ids]
-        ids, types = frame.around(both, most)
         num_asked, num_kept = frame.fitting(both, most)
-        first = last = 0
-        if one.answer is not None:
-            begin, end = one.answer
+        offset = len(frame.first) + num_asked + len(frame.middle)
+        places = [] if one.answers else [(0, 0)]
+        for begin, end in one.answers:
             found = np.flatnonzero((spans[:, 1] > begin) & (spans[:, 0] < end))
             if len(found) and found[-1] < num_kept:
-                offset = len(frame.first) + num_asked + len(frame.middle)
-                first, last = int(found[0]) + offset, int(found[-1]) + offset
-        labels = [""] * len(ids)
-        labels[first], labels[last] = str(BEGINS), str(ENDS)
-        if first == last:
-            labels[first] = str(BEGINS + ENDS)
-        yield _Tokens(ids, types, labels)
+                places.append((int(found[0]) + offset, int(found[-1]) + offset))
+        bits: dict[int, int] = {}
+        for number, (first, last) in enumerate([*dict.fromkeys(places)][:MOST_ANSWERS]):
+            bits[first] = bits.get(first, 0) | BEGINS << 2 * number
+            bits[last] = bits.get(last, 0) | ENDS << 2 * number
+        yield _Tokens.of(frame, both, most, {place: str(each) for place, each in bits.items()})
 
 
 def _num_characters(document: LabelledRecord) -> int:

@@ -4,16 +4,16 @@ with labels.
 A text is never split across examples. Of a conversation every token but the last is followed by its
 target: one of n tokens takes up n - 1 places of an example, and its last token is a target only.
 Where the targets are labels, each token has its own, and n tokens take up n places. Texts that are
-too long for an example are truncated or dropped. The two of a preference pair share an example, one
-after the other. Each text has its own positions and segment; padding at the end of an example is a
-segment of its own whose targets do not count. Which texts share an example depends on the data and
-seq_len alone (packing.py), and examples are shuffled as those of a stream are.
+too long for an example are truncated or dropped; those with labels are truncated inside their
+special tokens (`TextFrame`), in examples of every length. The two of a preference pair share an
+example, one after the other. Each text has its own positions and segment; padding at the end of an
+example is a segment of its own whose targets do not count. Which texts share an example depends on
+the data and seq_len alone (packing.py), and examples are shuffled as those of a stream are.
 """
 
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.digests import WholeDigest
 from optimus_jax.data.packing import Packing, pack
 from optimus_jax.data.sampler import ExampleOrder, example_order
+from optimus_jax.data.token_ids import TextFrame
 from optimus_jax.data.tokens import chosen_documents
 from optimus_jax.errors import DataError, explain
 
@@ -29,13 +30,53 @@ _SHUFFLED_BY = 0
 """Seed by which held-out texts with labels are shuffled."""
 
 
-class Labels(NamedTuple):
-    """What is learnt of tokens other than the next one."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """What is learnt of tokens other than the next one, and how their texts are truncated."""
 
     targets: np.ndarray
     """Label of each token, -1 if it has none: int32 [N]."""
     types: np.ndarray
     """0, or 1 in a second text: uint8 [N]."""
+    frame: TextFrame
+    """The special tokens around each."""
+    num_parts: int
+    """Texts in a frame: 1, or 2."""
+    first_sizes: np.ndarray
+    """Number of tokens of the first text in each frame: int64 [C]."""
+    at_last: bool = False
+    """Whether each has one label, which counts at its last token, wherever that is."""
+    needs_all: bool = False
+    """Whether a text that has lost a label teaches nothing, as one that has lost half an answer."""
+
+    def taken(self, tokens: np.ndarray, texts: np.ndarray) -> "Labels":
+        """Those of some tokens and texts, as indices or masks."""
+        return dataclasses.replace(
+            self,
+            targets=self.targets[tokens],
+            types=self.types[tokens],
+            first_sizes=self.first_sizes[texts],
+        )
+
+    def ranges(self, texts: np.ndarray, sizes: np.ndarray, seq_len: int) -> np.ndarray:
+        """The tokens that remain of texts in an example of this length, in ranges from the first
+        token of each: int64 [T, num_parts + 1, 2].
+
+        Args:
+          texts: their numbers, int64 [T].
+          sizes: how many tokens each has, int64 [T].
+        """
+        before, ends = self.frame.beginning(self.num_parts), self.frame.ends(self.num_parts)
+        parts = [self.first_sizes[texts]]
+        if self.num_parts > 1:
+            parts.append(sizes - self.frame.num_tokens(self.num_parts) - parts[0])
+        kept = self.frame.fitting_sizes(parts, seq_len)
+        begin, found, place = np.zeros_like(sizes), [], np.full_like(sizes, len(before))
+        for part, size, end in zip(parts, kept, ends, strict=True):
+            found.append((begin, place + size))
+            begin = place + part
+            place = begin + len(end)
+        return np.stack([np.stack(each, -1) for each in (*found, (begin, place))], 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,14 +168,36 @@ class Pieces:
         if self.too_long == "drop":
             return np.flatnonzero(self._by_piece(self.sizes) <= seq_len)
         # A part without a token that counts teaches nothing.
-        counted = self._counted_until(self.sizes_in(seq_len))
-        return np.flatnonzero(counted.reshape(-1, self.group_size).all(1))
+        counted = self._counted_in(seq_len)
+        is_used = counted > 0
+        if self.labels is not None:
+            if self.labels.needs_all:
+                is_used &= counted == np.diff(self._sums[self.starts])
+            is_used &= self.labels.frame.num_tokens(self.labels.num_parts) <= seq_len
+        return np.flatnonzero(is_used.reshape(-1, self.group_size).all(1))
 
-    def _counted_until(self, sizes: np.ndarray) -> np.ndarray:
-        """Number of targets that count among the first `sizes` of each text."""
-        sums = np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
-        begins = self.starts[:-1] + self._ahead
-        return sums[begins + sizes] - sums[begins]
+    @property
+    def _sums(self) -> np.ndarray:
+        """Number of tokens that count before each, and in all: int64 [N + 1]."""
+        return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
+
+    def _ranges_in(self, texts: np.ndarray, seq_len: int) -> np.ndarray:
+        """The tokens of some texts that an example of this length holds, in ranges from the first
+        token of each: int64 [T, R, 2].
+        """
+        if self.labels is not None:
+            return self.labels.ranges(texts, self.sizes[texts], seq_len)
+        sizes = self.sizes_in(seq_len)[texts]
+        return np.stack([np.zeros_like(sizes), sizes], -1)[:, None]
+
+    def _counted_in(self, seq_len: int) -> np.ndarray:
+        """Number of targets of each text that count in an example of this length: int64 [C]."""
+        if self.labels is not None and self.labels.at_last:
+            return np.diff(self._sums[self.starts])
+        sums = self._sums
+        ranges = self._ranges_in(np.arange(self.num_texts), seq_len)
+        begins = (self.starts[:-1] + self._ahead)[:, None]
+        return (sums[begins + ranges[..., 1]] - sums[begins + ranges[..., 0]]).sum(1)
 
     def count_examples(self, seq_len: int) -> int:
         """Number of examples of `seq_len` tokens."""
@@ -153,7 +216,7 @@ class Pieces:
     def count_targets(self, seq_len: int) -> int:
         """Number of targets that count in all examples."""
         used, _ = self.packing(seq_len)
-        counted = self._counted_until(self.sizes_in(seq_len))
+        counted = self._counted_in(seq_len)
         return int(self._by_piece(counted)[used].sum())
 
     def example_order(self, seq_len: int, seed: int) -> ExampleOrder:
@@ -172,8 +235,7 @@ class Pieces:
             why = "" if self.too_long == "drop" else ", since nothing that counts would remain"
             done.append(f"{num_long - num_used:,} dropped{why}")
         return [
-            f"{num_long:,} {self.unit}(s) of {self.name} are longer than seq_len={seq_len:,}"
-            f" (data.too_long={self.too_long}): {'; '.join(done)}"
+            too_long_note(num_long, self.unit, self.name, seq_len, self.too_long, "; ".join(done))
         ]
 
     def cut_examples(
@@ -197,14 +259,18 @@ class Pieces:
             place = segment = 0
             pieces = used[packing[int(example)]]
             parts = pieces[:, None] * self.group_size + np.arange(self.group_size)
-            for text in parts.reshape(-1).tolist():
-                start, size = int(self.starts[text]), int(sizes[text])
-                here, begin = (row, slice(place, place + size)), start + self._ahead
-                tokens[here] = self.tokens[start : start + size]
-                targets[here] = of_tokens[begin : begin + size]
-                loss_mask[here] = self.counts[begin : begin + size]
+            texts = parts.reshape(-1)
+            for text, ranges in zip(texts, self._ranges_in(texts, seq_len), strict=True):
+                size, start = int(sizes[text]), int(self.starts[text])
+                here = (row, slice(place, place + size))
+                taken = start + np.concatenate([np.arange(*each) for each in ranges])
+                learnt = taken + self._ahead
                 if self.labels is not None:
-                    types[here] = self.labels.types[start : start + size]
+                    types[here] = self.labels.types[taken]
+                    if self.labels.at_last:
+                        learnt[-1] = self.starts[text + 1] - 1
+                tokens[here] = self.tokens[taken]
+                targets[here], loss_mask[here] = of_tokens[learnt], self.counts[learnt]
                 positions[here], segments[here] = np.arange(size), segment
                 place, segment = place + size, segment + 1
             positions[row, place:], segments[row, place:] = np.arange(seq_len - place), segment
@@ -226,8 +292,7 @@ class Pieces:
             name=name or self.name,
             tokens=self.tokens[is_taken],
             counts=self.counts[is_taken],
-            labels=self.labels
-            and Labels(self.labels.targets[is_taken], self.labels.types[is_taken]),
+            labels=self.labels and self.labels.taken(is_taken, which),
             starts=np.concatenate([[0], np.cumsum(np.diff(self.starts)[which])]),
         )
 
@@ -241,7 +306,7 @@ class Pieces:
             self,
             tokens=self.tokens[places],
             counts=self.counts[places],
-            labels=self.labels and Labels(self.labels.targets[places], self.labels.types[places]),
+            labels=self.labels and self.labels.taken(places, texts),
             starts=starts,
         )
 
@@ -281,3 +346,17 @@ def split_pieces(whole: Pieces, eval_fraction: float) -> tuple[Pieces, Pieces | 
 def unit_of(group_size: int, noun: str = "conversation") -> str:
     """What a piece of `group_size` texts is, for messages."""
     return noun if group_size == 1 else "pair"
+
+
+def too_long_note(
+    num_long: int, unit: str, name: str, seq_len: int, too_long: TooLong, done: str
+) -> str:
+    """What a user should know about texts that are longer than an example.
+
+    Args:
+      done: what was done with them.
+    """
+    return (
+        f"{num_long:,} {unit}(s) of {name} are longer than seq_len={seq_len:,}"
+        f" (data.too_long={too_long}): {done}"
+    )

@@ -6,7 +6,7 @@ is a text; a list named `messages`, or named `data.text_field`, is a conversatio
 `conversations` is a conversation. A JSON value that is a string is a text.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,6 +72,10 @@ class RecordReader:
         if kind == "text":
             return text_in(record, self.text_field, advice_to_rename)
         return self.write_out(chat_in(record, kind, self.text_field))
+
+    def records_in(self, value: Any) -> Iterable[Any]:
+        """The records of a JSON file that is this value: its items, or itself."""
+        return value if isinstance(value, list) else [value]
 
     def columns(self, names: Collection[str]) -> list[str]:
         """The columns to read of a table whose rows hold conversations."""

@@ -1,7 +1,7 @@
 """Token ids of texts and conversations, and the dtype of token ids."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class TextFrame(NamedTuple):
         """
         is_pair, sizes = len(texts) == 2, self.fitting(texts, most)
         parts: list[Sequence[int] | np.ndarray] = [self.beginning(len(texts))]
-        for text, size, ids in zip(texts, sizes, self._ends(texts), strict=True):
+        for text, size, ids in zip(texts, sizes, self.ends(len(texts)), strict=True):
             parts += [text[:size], ids]
         ids = np.concatenate([np.asarray(part, texts[0].dtype) for part in parts])
         types = np.zeros(len(ids), np.uint8)
@@ -58,12 +58,19 @@ class TextFrame(NamedTuple):
 
     def fitting(self, texts: Sequence[np.ndarray], most: int) -> list[int]:
         """How many tokens of each text `around` keeps."""
-        room = max(0, most - len(self.beginning(len(texts))) - sum(map(len, self._ends(texts))))
-        sizes = list(map(len, texts))
+        return [int(size) for size in self.fitting_sizes([len(text) for text in texts], most)]
+
+    def fitting_sizes(self, sizes: Sequence[Any], most: int) -> list[Any]:
+        """How many tokens remain of one or two texts with these sizes, ints or int [C] each."""
+        room = max(0, most - self.num_tokens(len(sizes)))
         if len(sizes) == 1:
-            return [min(sizes[0], room)]
-        first = min(sizes[0], max(room // 2, room - sizes[1]))
-        return [first, min(sizes[1], room - first)]
+            return [np.minimum(sizes[0], room)]
+        first = np.minimum(sizes[0], np.maximum(room // 2, room - sizes[1]))
+        return [first, np.minimum(sizes[1], room - first)]
+
+    def num_tokens(self, num_texts: int) -> int:
+        """Number of special tokens around one text, or two."""
+        return len(self.beginning(num_texts)) + sum(map(len, self.ends(num_texts)))
 
     def beginning(self, num_texts: int) -> tuple[int, ...]:
         """The ids before one text, or the first of two."""
@@ -73,9 +80,9 @@ class TextFrame(NamedTuple):
         """The frame with this token before texts that no token would precede."""
         return self._replace(before=self.before or (token,), first=self.first or (token,))
 
-    def _ends(self, texts: Sequence[np.ndarray]) -> tuple[tuple[int, ...], ...]:
-        """The ids after each text."""
-        return (self.middle, self.last) if len(texts) == 2 else (self.after,)
+    def ends(self, num_texts: int) -> tuple[tuple[int, ...], ...]:
+        """The ids after each of one or two texts."""
+        return (self.middle, self.last) if num_texts == 2 else (self.after,)
 
 
 def frame_of_ends(eos: int) -> TextFrame:

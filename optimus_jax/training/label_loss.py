@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from optimus_jax.data.batch import BATCH_ARRAYS, BatchArray, HostBatch
-from optimus_jax.data.labelled import BEGINS, ENDS
+from optimus_jax.data.labelled import BEGINS, ENDS, MOST_ANSWERS
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.training.task import TYPES, Batch, LossInputs, TaskSums
 
@@ -50,7 +50,7 @@ def label_loss(inputs: LossInputs) -> TaskSums:
 
 def span_loss(inputs: LossInputs) -> TaskSums:
     """Cross-entropy of the first token of an answer among all tokens of its segment, and of the
-    last one, half of each; and how many answers have the largest logits at both.
+    last one, half of each; and of how many questions the largest logits are at both of an answer.
     """
     comm, rows = inputs.comm, inputs.rows
     hidden_BLE = inputs.model.head_input(inputs.value, comm)
@@ -62,9 +62,8 @@ def span_loss(inputs: LossInputs) -> TaskSums:
     is_target_BWN = _bits(rows)
     is_target_BLN = comm.local_tokens(is_target_BWN)
     losses_BLN = jnp.where(is_target_BLN, normalisers_BLN - logits_BLN, 0)
-    hits_BWN = (is_target_BWN & (logits_BWN == largest_BWN)).astype(jnp.float32)
-    found_BWN = _over_segments(jax.ops.segment_sum, hits_BWN, segments_BW)
-    exact_BL = comm.local_tokens((found_BWN > 0).all(-1)) & is_target_BLN[..., 0]
+    exact_BW = _finds_answer(rows, logits_BWN == largest_BWN)
+    exact_BL = comm.local_tokens(exact_BW) & is_target_BLN[..., 0]
     return TaskSums(
         0.5 * losses_BLN.sum() * inputs.weight,
         {"exact_match": lax.stop_gradient(exact_BL).sum(dtype=jnp.float32)},
@@ -99,6 +98,19 @@ def _bits(rows: Batch) -> Array:
     bits_2 = jnp.array([BEGINS, ENDS], jnp.int32)
     is_any_BW2 = (rows["targets"][..., None] & bits_2[None, None]) > 0
     return is_any_BW2 & rows["loss_mask"][..., None]
+
+
+def _finds_answer(rows: Batch, is_largest_BW2: Array) -> Array:
+    """Whether the largest logits of each token's segment are at the first and the last token of the
+    same answer: bool [B, W].
+    """
+    answers_A = 4 ** jnp.arange(MOST_ANSWERS, dtype=jnp.int32)
+    bits_A2 = answers_A[:, None] * jnp.array([[BEGINS, ENDS]], jnp.int32)
+    targets_BW = jnp.maximum(rows["targets"], 0)  # none is -1, which has all bits
+    is_any_BWA2 = (targets_BW[..., None, None] & bits_A2[None, None]) > 0
+    hits_BWA2 = (is_any_BWA2 & is_largest_BW2[..., None, :]).astype(jnp.float32)
+    found_BWA2 = _over_segments(jax.ops.segment_sum, hits_BWA2, rows["segments"])
+    return (found_BWA2 > 0).all(-1).any(-1)
 
 
 def _over_segments(reduce: Callable, values_BWN: Array, segments_BW: Array) -> Array:

@@ -1,11 +1,12 @@
 """Records with labels, their tokens, and where labels count."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
-from optimus_jax.config import DataConfig
+from optimus_jax.config import DataConfig, PhaseConfig
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.loader import BatchLoader
@@ -160,10 +161,18 @@ def test_held_out_texts_that_are_sorted_by_label_are_shuffled(tmp_path):
 def test_a_long_text_is_cut_inside_its_frame(tmp_path, place):
     records = [{"text": letter * 100, "label": letter} for letter in "ab"]
     path = tmp_path / "a.jsonl"
-    row = row_of(load(path, records, seq_len=16, label_place=place), seq_len=16)
+    data = load(path, [*records, *TEXTS], seq_len=16, label_place=place)
     first = [EOS] if place == "first" else []
-    assert row["tokens"].tolist() == [*first, *b"a" * (15 - len(first)), EOS]
-    assert row["loss_mask"].sum() == 1
+    for seq_len in (16, 9):  # that of training, and a shorter one of an evaluation
+        row = row_of(data, seq_len=seq_len)
+        size = seq_len - 1 - len(first)
+        assert row["tokens"].tolist() == [*first, *b"a" * size, EOS]
+        assert row["loss_mask"].tolist() == [
+            at == (0 if first else seq_len - 1) for at in range(seq_len)
+        ]
+    (note,) = data.notes
+    assert re.search(r"2 text\(s\) .* seq_len=16 .* 2 truncated", note)
+    assert not load(path, TEXTS, seq_len=16, label_place=place).notes
     with pytest.raises(DataError, match="no text of"):
         BatchLoader(
             load(path, records, seq_len=16, too_long="drop").train,
@@ -173,6 +182,53 @@ def test_a_long_text_is_cut_inside_its_frame(tmp_path, place):
             rows=np.array([0]),
             respect_documents=True,
         )
+
+
+def test_two_long_texts_are_cut_alike_at_once_and_later(tmp_path):
+    records = [
+        {"text": "a" * first, "after": "c" * second, "label": n % 2}
+        for n, (first, second) in enumerate([(40, 40), (4, 40), (40, 4), (3, 3)])
+    ]
+    path, seconds = tmp_path / "a.jsonl", {"second_text_field": "after"}
+    once = load(path, records, seq_len=16, **seconds).train
+    later = load(path, records, seq_len=50, **seconds).train
+    options = {"seq_len": 16, "respect_documents": True}
+    examples = np.arange(once.count_examples(16))
+    expected = once.cut_examples(examples, **options)
+    assert (expected["tokens"] == EOS).sum() >= 3 * 3
+    found = later.cut_examples(examples, **options)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_a_phase_of_shorter_examples_says_what_it_cuts(tmp_path):
+    records = [{"text": letter * 20, "label": letter} for letter in "ab"]
+    phases = (PhaseConfig(after_step=5, seq_len=12),)
+    (note,) = load(tmp_path / "a.jsonl", records, phases=phases).notes
+    assert re.search("seq_len=12 .* 2 truncated", note)
+
+
+def test_a_label_at_the_last_token_stays_without_a_token_after_the_text(tmp_path):
+    tokenizer_like_berts(tmp_path)
+    library = pytest.importorskip("tokenizers")
+    whole = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    whole.post_processor = library.processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
+    )
+    whole.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), "[SEP]")
+    records = [{"text": "a b c a b c", "label": n} for n in (1, 0)]
+    data = load(tmp_path / "a.jsonl", records, tokenizer=tokenizer, label_place="last")
+    row = row_of(data, seq_len=4)
+    assert row["tokens"].tolist() == [1, 4, 5, 8]
+    assert row["targets"].tolist() == [-1, -1, -1, 1]
+    assert row["loss_mask"].tolist() == [False, False, False, True]
+
+
+def test_examples_without_room_for_the_frame_are_refused(tmp_path):
+    records = [{"text": "a", "after": "b", "label": n} for n in (1, 0)]
+    train = load(tmp_path / "a.jsonl", records, second_text_field="after").train
+    assert (train.count_examples(5), train.count_examples(2)) == (2, 0)
 
 
 def test_whole_numbers_are_labels_in_their_order():
@@ -296,7 +352,19 @@ def test_a_table_without_labels_is_refused(tmp_path):
             model_name="a model",
             kind="labels",
         )
-    assert "--set data.label_field=" in str(error.value)
+    assert "--set data.label_field=NAME, one of sentiment, or" in str(error.value)
+
+
+def test_advice_names_the_fields_that_are_there(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("review,sentiment\na,x\n")
+    options = {"seq_len": 8, "vocab_size": 257, "model_name": "a model", "kind": "labels"}
+    with pytest.raises(DataError) as error:
+        load_data(DataConfig(sources=(str(path),)), **options)
+    advice = "--set data.text_field=NAME --set data.label_field=NAME, each one of review, sentiment"
+    assert advice in str(error.value)
+    with pytest.raises(DataError, match="give each text its 'label'"):
+        load(tmp_path / "a.jsonl", [{"text": "a"}])
 
 
 def answered(start, text="the answer is blue", answer="blue"):
@@ -319,10 +387,62 @@ def test_an_answer_is_told_by_its_first_and_last_token(tmp_path):
         assert row["types"][here].sum() == len("the answer is blue") + 1
 
 
-def test_an_answer_that_is_cut_off_is_none(tmp_path):
-    long = answered(60, text="x" * 60 + "blue")
-    row = row_of(load(tmp_path / "a.jsonl", [long], "answers", seq_len=32), seq_len=32)
-    assert row["targets"].tolist() == [3, *[-1] * 31]
+def test_a_question_whose_answer_is_cut_off_is_left_out(tmp_path):
+    path, long = tmp_path / "a.jsonl", answered(60, text="x" * 60 + "blue")
+    none = long | {"answers": {"text": [], "answer_start": []}}
+    data = load(path, [long, answered(14), none], "answers", seq_len=32)
+    assert data.train.num_pieces == 2
+    truncated, lost = sorted(data.notes, key=lambda note: "left out" in note)
+    assert re.search(r"1 question\(s\) .* 1 truncated", truncated)
+    assert re.search(r"1 question\(s\) .* left out: .* seq_len=32", lost)
+    assert row_of(data, 32)["loss_mask"].sum() == 2
+    assert row_of(data, 32, example=1)["targets"].tolist() == [3, *[-1] * 31]
+    with pytest.raises(DataError, match=r"all questions of .* are left out"):
+        load(path, [long], "answers", seq_len=32)
+
+
+def test_a_question_whose_answer_is_cut_in_shorter_examples_is_left_out_of_these(tmp_path):
+    records = [answered(60, text="x" * 60 + "blue"), answered(4, text="the blue one")]
+    data = load(tmp_path / "a.jsonl", records, "answers", seq_len=80)
+    assert not data.notes
+    assert data.train.packing(80)[0].tolist() == [0, 1]
+    assert data.train.packing(32)[0].tolist() == [1]
+    half = answered(13, text="x" * 13 + "blue" * 5, answer="blue" * 5)
+    whole = load(tmp_path / "b.jsonl", [half, *records], "answers", seq_len=80)
+    assert whole.train.packing(32)[0].tolist() == [2], "half an answer is none"
+
+
+def test_several_answers_have_bits_of_their_own(tmp_path):
+    record = answered(14)
+    record["answers"] = {"text": ["blue", "answer is", "blue"], "answer_start": [14, 4, 14]}
+    row = row_of(load(tmp_path / "a.jsonl", [record], "answers"))
+    found = {int(at): int(row["targets"][at]) for at in np.flatnonzero(row["targets"] > 0)}
+    begin = len("which") + 2
+    assert found == {begin + 14: 1, begin + 17: 2, begin + 4: 4, begin + 12: 8}
+    assert np.flatnonzero(row["loss_mask"]).tolist() == [begin + 14, begin + 17]
+
+
+def test_squads_own_file_is_read(tmp_path):
+    text = "the answer is blue"
+    asked = [
+        {"id": "1", "question": "which", "answers": [{"text": "blue", "answer_start": 14}]},
+        {"id": "2", "question": "who", "answers": [], "is_impossible": True},
+    ]
+    whole = {"data": [{"title": "x", "paragraphs": [{"context": text, "qas": asked}]}]}
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(whole))
+    options = {"seq_len": 64, "vocab_size": 257, "model_name": "a model", "kind": "answers"}
+    config = DataConfig(sources=(str(path),), eval_fraction=0.0)
+    row = row_of(load_data(config, **options))
+    assert [text_of(row, segment) for segment in (0, 1)] == [f"which{text}", f"who{text}"]
+    assert row["targets"][row["targets"] > 0].tolist() == [1, 2, 3]
+    del asked[1]["answers"]
+    path.write_text(json.dumps(whole))
+    with pytest.raises(DataError, match="no field 'answers'"):
+        load_data(config, **options)
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": text}, 7]}]}))
+    with pytest.raises(DataError, match="no field 'question'"):
+        load_data(config, **options)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +450,9 @@ def test_an_answer_that_is_cut_off_is_none(tmp_path):
     [
         ({"answers": {"text": ["blue"], "answer_start": [3]}}, "is not at character 3"),
         ({"answers": {"text": ["blue"], "answer_start": [-4]}}, "is not at character -4"),
+        ({"answers": {"text": ["blue", "the"], "answer_start": [14, 5]}}, "'the' is not at"),
         ({"answers": {"text": ["blue"], "answer_start": []}}, "not lists `text`"),
+        ({"answers": [{"text": "blue"}]}, "is not at character None"),
         ({"answers": "blue"}, "'answers' is a text"),
         ({"question": 3}, "is not a text"),
     ],

@@ -2,7 +2,10 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import plans
 import pytest
@@ -14,6 +17,7 @@ from optimus_jax.config.model import SPAN_LABELS
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.labelled import BEGINS, ENDS
 from optimus_jax.errors import ConfigError
+from optimus_jax.training.label_loss import count_spans, span_loss
 from optimus_jax.training.step import STEP_METRICS
 from optimus_jax.training.tasks import TASKS, check_task, model_of, task_of
 
@@ -130,3 +134,34 @@ def test_a_plan_without_data_has_some_labels():
     assert (len(found.labels), found.labelled) == (2, "token")
     assert model_of(replace(config, model=replace(found, labels=LABELS))).labels == LABELS
     assert model_of(replace(config, task="mlm")) == config.model
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "found"),
+    [(1, 2, 1), (3, 4, 1), (5, 5, 1), (1, 4, 0), (3, 2, 0), (0, 0, 0)],
+)
+def test_any_of_several_answers_is_a_match(first, last, found):
+    targets = np.full((1, 8), -1, np.int32)
+    targets[0, [1, 2, 3, 4, 5]] = [BEGINS, ENDS, BEGINS << 2, ENDS << 2, 3 << 4]
+    logits = np.zeros((1, 8, 2), np.float32)
+    logits[0, first, 0] = logits[0, last, 1] = 5.0
+    same = SimpleNamespace(
+        all_tokens=lambda values: values,
+        local_tokens=lambda values: values,
+        head_input=lambda value, comm: value,
+        logits=lambda value, context: value,
+    )
+    rows = {
+        "targets": jnp.asarray(targets),
+        "segments": jnp.zeros((1, 8), jnp.int32),
+        "loss_mask": jnp.asarray((targets == BEGINS) | (targets == ENDS)),
+    }
+    inputs = SimpleNamespace(
+        comm=same, model=same, rows=rows, value=jnp.asarray(logits), weight=jnp.float32(1.0)
+    )
+    sums = span_loss(inputs)
+    assert count_spans(rows) == 1
+    assert sums.metrics["exact_match"] == found
+    of_first = jax.nn.log_softmax(logits[0], axis=0)
+    # Where the loss is small, log_softmax subtracts numbers that are almost equal.
+    np.testing.assert_allclose(sums.loss, -(of_first[1, 0] + of_first[2, 1]) / 2, atol=1e-6)
