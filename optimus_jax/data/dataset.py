@@ -132,6 +132,7 @@ def load_data(
     given: RandomAccess | Iterable[Any] | None = None,
     held_out: tuple[str, ...] = (),
     given_held_out: RandomAccess | None = None,
+    suggests_labels: bool = False,
 ) -> Data:
     """Read, tokenize, check and split the data.
 
@@ -154,6 +155,7 @@ def load_data(
         iterator of them has a state (data/iterated.py).
       held_out: sources of held-out data; empty: a share of the data is held out.
       given_held_out: the same of what a program gives, if `held_out` stands for it.
+      suggests_labels: whether a note says so if texts that are learnt alone have labels.
     Raises:
       ConfigError: the sources stand for data of a program, and none is given.
       DataError: a source, the tokenizer or a token cannot be used.
@@ -174,6 +176,7 @@ def load_data(
         label_place,
         values_for,
         given,
+        suggests_labels,
     )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
@@ -210,6 +213,7 @@ class _SourceLoader:
     label_place: LabelPlace
     values_for: ModelConfig | None
     given: RandomAccess | Iterable[Any] | None
+    suggests_labels: bool
 
     def load(self, sources: tuple[str, ...], by: HeldOutBy | None) -> Data:
         """The data of these sources.
@@ -428,7 +432,9 @@ class _SourceLoader:
         if self.kind == "pairs":
             return PreferenceReader(kind="completion", **shared)
         if self.kind in OF_TEXTS:
-            return RecordReader(kind=config.records, **shared)
+            suggests = self.suggests_labels and self.kind == "texts"
+            label = (config.label_field or "label") if suggests else None
+            return RecordReader(kind=config.records, possible_label=label, **shared)
         if self.kind == "answers":
             return AnswerReader(kind="completion", **shared)
         words = self.kind == "word_labels"

@@ -87,6 +87,11 @@ class SourceFile:
             return text_in(record, self.text_field, advice_to_train)
         return self.records.document(record)
 
+    def see_text(self, fields: Collection[str]) -> None:
+        """As `RecordReader.see_text`."""
+        if self.records is not None:
+            self.records.see_text(fields)
+
     def records_in(self, value: Any) -> Iterable[Any]:
         """The records of a JSON file that is this value."""
         if self.records is None:
@@ -207,6 +212,7 @@ def read_csv(source_file: SourceFile) -> Iterator[Any]:
                     given = ", ".join(name[:_SHOWN] for name in names[:50])
                     raise _no_column(source_file, given, names)
                 columns = [names.index(source_file.text_field)]
+                source_file.see_text(names)
             elif row and records is None:
                 yield row[columns[0]]
             elif row and records is not None:
@@ -428,6 +434,7 @@ def _columns(schema: Any, source_file: SourceFile) -> list[str]:
             schema.names,
             is_chat=is_chat,
         )
+    source_file.see_text(schema.names)
     return [source_file.text_field]
 
 

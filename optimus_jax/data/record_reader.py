@@ -32,6 +32,10 @@ class RecordReader:
     """Whether a document was read."""
     has_unused_messages: bool = False
     """Whether a record that was taken for a text, by its fields, also holds a conversation."""
+    possible_label: str | None = None
+    """A field of texts that may be their label, which is not learnt; None: no note says so."""
+    has_label: bool = False
+    """Whether a text has it."""
     wanted: ClassVar[str] = "conversations"
     """What a table is to hold if not texts."""
 
@@ -52,13 +56,23 @@ class RecordReader:
 
     def notes(self, name: str) -> list[str]:
         """What a user should know about fields of the source `name` that are not used."""
-        if not self.has_unused_messages:
-            return []
-        return [
-            f"records of {name} have {self.text_field!r} and {MESSAGES!r}:"
-            f" {self.text_field!r} is learnt as plain text, and {MESSAGES!r} is not used; to learn"
-            f" from the conversations: --set data.records={MESSAGES}"
-        ]
+        found = []
+        if self.has_unused_messages:
+            found.append(
+                f"records of {name} have {self.text_field!r} and {MESSAGES!r}:"
+                f" {self.text_field!r} is learnt as plain text, and {MESSAGES!r} is not used; to"
+                f" learn from the conversations: --set data.records={MESSAGES}"
+            )
+        if self.has_label:
+            found.append(
+                f"records of {name} also have {self.possible_label!r}, which is not used; to learn"
+                " it: --task classification"
+            )
+        return found
+
+    def see_text(self, fields: Collection[str]) -> None:
+        """Note the fields of a record, or the columns of a table, of which the text is read."""
+        self.has_label |= self.possible_label in fields
 
     def document(self, record: Any) -> Any:
         """A text, or the result of `write_out`. Raises NotTextError if the record is another kind's
@@ -70,6 +84,8 @@ class RecordReader:
     def _read(self, record: Any) -> Any:
         kind = self.decide(record if isinstance(record, dict) else {})
         if kind == "text":
+            if isinstance(record, dict):
+                self.see_text(record)
             return text_in(record, self.text_field, advice_to_rename)
         return self.write_out(chat_in(record, kind, self.text_field))
 

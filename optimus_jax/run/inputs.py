@@ -116,6 +116,7 @@ class Inputs:
             given=given,
             held_out=config.evaluation.data,
             given_held_out=given_held_out,
+            suggests_labels=config.task is None,
         )
         if isinstance(data.train, IteratedExamples):
             _check_one_length(config)

@@ -161,3 +161,20 @@ def test_identity_depends_on_the_content_alone(text_file, token_file):
     assert {
         name for name, value in load(text_file).identity.items() if identity[name] != value
     } == {"content"}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_texts_with_labels_that_are_not_learnt_are_said(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    rows = [{"text": f"text {n}", "label": str(n)} for n in range(3)]
+    if suffix == ".csv":
+        path.write_text("text,label\n" + "".join(f"{r['text']},{r['label']}\n" for r in rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(sources=(str(path),), eval_fraction=0.0)
+    options = {"seq_len": 4, "vocab_size": 257, "model_name": "tiny"}
+    (note,) = load_data(config, **options, kind="texts", suggests_labels=True).notes
+    assert "'label'" in note
+    assert "--task classification" in note
+    assert not load_data(config, **options, kind="texts").notes
+    assert not load_data(config, **options, suggests_labels=True).notes, "a decoder's"
