@@ -321,6 +321,66 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "olmo2-32b": partial(_olmo2, "olmo2-32b", 64, 5120, 40, 8, 27648),
 }
 """Model presets by the name that `--model` takes."""
+_OWNERS = {
+    "openai-community": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "EleutherAI": ("gpt-neo-125m", "gpt-j-6b"),
+    "facebook": (
+        "opt-125m",
+        "opt-350m",
+        "opt-1.3b",
+        "opt-2.7b",
+        "opt-6.7b",
+        "opt-13b",
+        "opt-30b",
+        "opt-66b",
+    ),
+    "google-bert": ("bert-base-cased", "bert-large-cased"),
+    "google": (
+        "electra-base-generator",
+        "electra-small-discriminator",
+        "electra-base-discriminator",
+        "vit-base-patch16-224",
+        "vit-large-patch16-224",
+    ),
+    "openai": (
+        "whisper-tiny",
+        "whisper-base",
+        "whisper-small",
+        "whisper-medium",
+        "whisper-large-v3",
+    ),
+}
+PUBLISHED: dict[str, str] = {
+    **{name: f"{owner}/{name}" for owner, names in _OWNERS.items() for name in names},
+    "gpt-neo-1.3b": "EleutherAI/gpt-neo-1.3B",
+    "gpt-neo-2.7b": "EleutherAI/gpt-neo-2.7B",
+    "llama2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3-70b": "meta-llama/Meta-Llama-3-70B",
+    "llama3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama3.1-70b": "meta-llama/Llama-3.1-70B",
+    "llama3.1-405b": "meta-llama/Llama-3.1-405B",
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama3.2-3b": "meta-llama/Llama-3.2-3B",
+    "llama3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+    "phi3-mini": "microsoft/Phi-3-mini-4k-instruct",
+    **{
+        f"qwen2.5-{size}b": f"Qwen/Qwen2.5-{size}B"
+        for size in ("0.5", "1.5", "7", "14", "32", "72")
+    },
+    **{f"qwen3-{size}b": f"Qwen/Qwen3-{size}B" for size in ("0.6", "1.7", "4", "8", "14", "32")},
+    **{f"gemma2-{size}b": f"google/gemma-2-{size}b" for size in (2, 9, 27)},
+    "gemma3-270m": "google/gemma-3-270m",
+    **{f"gemma3-{size}b": f"google/gemma-3-{size}b-pt" for size in (1, 4, 12, 27)},
+    "olmo2-1b": "allenai/OLMo-2-0425-1B",
+    "olmo2-7b": "allenai/OLMo-2-1124-7B",
+    "olmo2-13b": "allenai/OLMo-2-1124-13B",
+    "olmo2-32b": "allenai/OLMo-2-0325-32B",
+}
+"""Names on huggingface.co of the presets that are published models."""
 MODEL_HELP = "gpt2-nano, ... (`--model list` names all), DIR of a published model, or ORG/NAME"
 """Help of `--model`."""
 

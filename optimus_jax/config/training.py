@@ -171,6 +171,8 @@ class MaskingConfig:
     """Whether all tokens of a word are chosen together."""
     token: int | None = None
     """Id of the mask token; None: that of the tokenizer, or if it has none the model's last id."""
+    random_below: int | None = None
+    """Random tokens have ids below this; None: below the number of the tokenizer's ids."""
     discriminator_weight: float = 50.0
     """Weight of the loss of finding replaced tokens, beside that of the generator, which is 1
     (task=replaced_tokens)."""
@@ -198,6 +200,8 @@ class MaskingConfig:
             raise ConfigError(
                 explain("masking.token is a token id", given=self.token, do="choose 0 or more")
             )
+        if self.random_below is not None:
+            check_positive(self, "random_below")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,6 +204,11 @@ class Config:
         return last if self.masking.token is None else self.masking.token
 
     @property
+    def num_random_tokens(self) -> int:
+        """Ids below this are those of random tokens in place of masked ones."""
+        return min(self.masking.random_below or self.model.vocab_size, self.model.vocab_size)
+
+    @property
     def seq_len(self) -> int:
         """Tokens per example in the first phase, derived where the user left it open."""
         longest = self.model.max_length

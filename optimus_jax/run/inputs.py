@@ -9,6 +9,7 @@ import numpy as np
 
 from optimus_jax.config import Config
 from optimus_jax.config.phases import TrainingPhase, phase_after, phases_of
+from optimus_jax.config.presets import PUBLISHED
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.dataset import Data, load_data, mixed
 from optimus_jax.data.given import RandomAccess
@@ -28,6 +29,7 @@ from optimus_jax.run_directory.run_data import (
     held_out_in_run,
     tokenizer_of_run,
 )
+from optimus_jax.system.hub_model import HUB
 from optimus_jax.training.evaluation import HeldOut, eval_rows
 from optimus_jax.training.step import Program
 from optimus_jax.training.tasks import model_of, task_of
@@ -38,6 +40,13 @@ ROWS_AT_ONCE = 32
 """Rows of a batch of which only the tokens are read."""
 POSITION = "position"
 """Of the data's iterator, in the metadata of a checkpoint."""
+
+
+def with_random_tokens(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the ids of random tokens, if its task hides tokens and none are named."""
+    if not task_of(config).masks_tokens or config.masking.random_below is not None:
+        return config
+    return config.with_values({"masking.random_below": tokenizer.vocab_size})
 
 
 def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
@@ -57,6 +66,20 @@ def with_mask_token(config: Config, tokenizer: Tokenizer) -> Config:
             )
         )
     return config.with_values({"masking.token": token})
+
+
+def unused_vocabulary(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """A note if the model is that of a published name, begins at random, and has far more ids than
+    the tokenizer."""
+    model = config.model
+    source = PUBLISHED.get(model.name)
+    if source is None or config.init_from or model.vocab_size <= 2 * tokenizer.vocab_size:
+        return []
+    return [
+        f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size:,} ids and {model.name}"
+        f" {model.vocab_size:,}, most of which never occur; with the tokenizer of the published"
+        f" model: --tokenizer {HUB}{source}"
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +155,9 @@ class Inputs:
         )
         config = replace(config, model=model_of(config, data.labels))
         config = with_mask_token(config, data.tokenizer)
+        if run is None:  # a run that was begun without `random_below` keeps its draws
+            config = with_random_tokens(config, data.tokenizer)
+            data = data.with_notes(unused_vocabulary(config, data.tokenizer))
         inputs = cls(config=config, data=data, num_eval_examples=num_eval_examples)
         inputs.check_libraries()
         for phase in phases_of(config):

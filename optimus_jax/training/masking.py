@@ -47,7 +47,7 @@ def with_masked_tokens(config: Config, rows: Batch, keys_B: Array) -> Batch:
         return (
             jax.random.uniform(choice, shape),
             jax.random.uniform(kind, shape),
-            jax.random.randint(other, shape, 0, config.model.vocab_size, jnp.int32),
+            jax.random.randint(other, shape, 0, config.num_random_tokens, jnp.int32),
         )
 
     choice_BL, kind_BL, other_BL = jax.vmap(drawn)(keys_B)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from optimus_jax.config import Config, MaskingConfig
-from optimus_jax.config.presets import model_preset
+from optimus_jax.config.presets import PRESETS, PUBLISHED, model_preset
 from optimus_jax.data.batch import synthetic_batch
 from optimus_jax.errors import ConfigError
 from optimus_jax.models.keys import make_key
-from optimus_jax.run.inputs import with_mask_token
+from optimus_jax.run.inputs import unused_vocabulary, with_mask_token, with_random_tokens
 from optimus_jax.training.masking import with_masked_tokens, with_words
 from optimus_jax.training.tasks import check_task
 
@@ -103,9 +103,36 @@ def test_the_mask_token_is_the_tokenizers_or_an_id_that_it_does_not_use():
     assert with_mask_token(decoder, FakeTokenizer(257)) == decoder
 
 
+def test_random_tokens_are_those_of_the_tokenizer():
+    config = with_random_tokens(config_with(share=1.0, masked=0.0, random=1.0), FakeTokenizer(50))
+    assert config.masking.random_below == 50
+    before, after = masked(config, changes={"tokens": np.full((1, LENGTH), 700, np.int32)})
+    assert before["loss_mask"].any()
+    seen = after["tokens"][after["loss_mask"]]
+    assert {*seen.tolist()} == {*range(50)}
+    named = config_with(random_below=9)
+    assert with_random_tokens(named, FakeTokenizer(50)).num_random_tokens == 9
+    assert with_random_tokens(config_with(), FakeTokenizer(5000)).num_random_tokens == VOCAB_SIZE
+
+
+def test_a_published_model_with_a_small_tokenizer_is_told_of_its_own():
+    model = model_preset("bert-base-cased")
+    (note,) = unused_vocabulary(Config(model=model), FakeTokenizer(257))
+    assert "28,996" in note
+    assert "--tokenizer hf://google-bert/bert-base-cased" in note
+    assert not unused_vocabulary(Config(model=model), FakeTokenizer(28996))
+    assert not unused_vocabulary(Config(model=model, init_from="a/dir"), FakeTokenizer(257))
+    assert not unused_vocabulary(Config(model=model_preset("bert-nano")), FakeTokenizer(60))
+
+
+def test_every_preset_but_the_small_ones_has_a_published_name():
+    assert {*PUBLISHED} == {name for name in PRESETS if not name.endswith("-nano")}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"random_below": 0}, "random_below"),
         ({"share": 0.0}, "share of tokens"),
         ({"masked": 0.8, "random": 0.3}, "more than all of them"),
         ({"token": -1}, "token id"),
