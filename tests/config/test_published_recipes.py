@@ -13,7 +13,7 @@ from optimus_jax.training.tasks import check_task
 MODELS = {
     "megatron-gpt2": "gpt2-xl",
     "megatron-bert": "bert-large-cased",
-    "electra": "electra-base-generator",
+    "electra": "electra-base-discriminator",
 }
 
 
