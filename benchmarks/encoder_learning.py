@@ -21,7 +21,6 @@ import random
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,22 +107,14 @@ def write_data(work: Path) -> None:
 
 
 def run(work: Path, name: str, *more: str) -> float:
-    """Train a run, unless it is there. Returns its seconds."""
-    if (work / name).exists():
-        return json.loads((work / f"{name}.json").read_text())["wall_s"]
-    started = time.perf_counter()
+    """Train a run, or what is left of it. Returns the seconds of its steps."""
     command = [
-        sys.executable,
-        str(SCRIPTS / "train.py"),
-        "--run-dir",
-        str(work / name),
-        "--seq-len",
-        str(SEQ_LEN),
+        *(sys.executable, str(SCRIPTS / "train.py"), "--run-dir", str(work / name)),
+        *("--resume", "auto", "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH)),
     ]
-    subprocess.run([*command, "--global-batch", str(GLOBAL_BATCH), *more], check=True)
-    wall_s = time.perf_counter() - started
-    (work / f"{name}.json").write_text(json.dumps({"wall_s": wall_s}))
-    return wall_s
+    subprocess.run([*command, *more], check=True)
+    lines = (work / name / "metrics.jsonl").read_text().splitlines()
+    return sum(json.loads(line)["step_time_s"] for line in lines)
 
 
 def accuracy_of(work: Path, run_name: str, task: str) -> float:
@@ -176,7 +167,7 @@ def main() -> int:
         write_data(work)
     rows: list[tuple[str, float, float | None]] = []
     for name, model in (("masked", "bert-nano"), ("replaced", "electra-nano")):
-        wall_s = run(
+        steps_s = run(
             work,
             f"{name}-run",
             *("--model", model),
@@ -184,7 +175,7 @@ def main() -> int:
             *("--steps", str(options.steps)),
             *SHARED,
         )
-        rows.append((f"{name} bytes", wall_s, None))
+        rows.append((f"{name} bytes", steps_s, None))
     for task in ("order", "package"):
         labels = sorted({json.loads(line)["label"] for line in (work / f"{task}.jsonl").open()})
         for name, start in (
@@ -193,7 +184,7 @@ def main() -> int:
             ("new parameters", ["--model", "bert-nano"]),
         ):
             run_name = f"{task}-{name.replace(' ', '-')}"
-            wall_s = run(
+            steps_s = run(
                 work,
                 run_name,
                 *start,
@@ -204,11 +195,11 @@ def main() -> int:
                 *("--lr", "3e-4"),
                 *SHARED,
             )
-            rows.append((f"{task}, {name}", wall_s, accuracy_of(work, run_name, task)))
+            rows.append((f"{task}, {name}", steps_s, accuracy_of(work, run_name, task)))
         rows.append((f"{task}, bag of words", 0.0, bag_of_words(work, task)))
-    for name, wall_s, accuracy in rows:
+    for name, steps_s, accuracy in rows:
         shown = "" if accuracy is None else f"{accuracy:.1%}"
-        print(f"{name:<28} {wall_s:7.0f} s  {shown}")
+        print(f"{name:<28} {steps_s:7.0f} s  {shown}")
     return 0
 
 
