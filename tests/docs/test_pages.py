@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import plans
@@ -10,6 +11,7 @@ import pytest
 
 from optimus_jax.config.presets import PRESETS
 from optimus_jax.models import kernels
+from optimus_jax.training.task import Task
 from optimus_jax.version import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,11 @@ def test_headline_numbers_appear_on_the_pages_they_link_to():
         assert [
             number for number in re.findall(r"[\d.]+", figures) if number not in page(link)
         ] == []
+
+
+def test_every_field_of_a_task_is_described():
+    table = page("docs/howto/add_a_task.md")
+    assert [each.name for each in fields(Task) if f"| `{each.name}` |" not in table] == []
 
 
 def test_all_models_and_extras_are_listed():
