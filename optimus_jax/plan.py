@@ -206,7 +206,7 @@ class Plan:
         the settings that the user fixed, finds what to change.
         """
         check_rules(self.rules, self.axes, model)
-        check_lengths(self.rules, self.axes, lengths, frames=model.frames)
+        check_lengths(self.rules, self.axes, lengths, model)
         self._check_stages(model)
         self._check_zero()
         self._check_scatter()

@@ -7,6 +7,7 @@ gathers them at use, the batch is split over `data` and `fsdp`, and `pipe` split
 since all stages compute the head together, the vocabulary.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -240,15 +241,13 @@ def check_rules(rules: Rules, sizes: AxisSizes, model: ModelConfig) -> None:
 
 
 def check_lengths(
-    rules: Rules, sizes: AxisSizes, lengths: Iterable[int], *, frames: int = 0
+    rules: Rules, sizes: AxisSizes, lengths: Iterable[int], model: ModelConfig
 ) -> None:
     """Raise PlanError if the tokens of sequences of these lengths cannot be split as the rules
-    say.
-
-    Args:
-      frames: how many tokens of each are frames of sound, which are split by themselves.
+    say. The frames of a recording, the first tokens, are split by themselves.
     """
-    ways = _ways(dict(rules).get(LENGTH, ()), sizes)
+    ways, frames = _ways(dict(rules).get(LENGTH, ()), sizes), model.frames
+    lengths = list(lengths)
     for length in lengths:
         if length % ways or frames % ways:
             of_sound = f", {frames} of them frames of sound," if frames else ","
@@ -256,12 +255,23 @@ def check_lengths(
                 explain(
                     "the tokens of a sequence cannot be split evenly",
                     given=f"sequences of {length} tokens{of_sound} split over {TENSOR}={ways}",
-                    do=(
-                        f"choose a length that {ways} divides, or keep the stream whole: --set"
-                        " parallel.sequence_parallel=false"
-                    ),
+                    do=_other_split(ways, lengths, model),
                 )
             )
+
+
+def _other_split(ways: int, lengths: Sequence[int], model: ModelConfig) -> str:
+    """What to change where tokens cannot be split `ways` ways. An image has as many tokens as the
+    model has positions, and a recording as many frames as the model reads.
+    """
+    shared = math.gcd(ways, model.frames, *lengths)
+    if model.reads != "images" and model.frames % ways == 0:
+        other = f"choose a length that {ways} divides, or "
+    elif shared > 1:
+        other = f"choose {TENSOR}={shared}, or "
+    else:
+        other = ""
+    return f"{other}keep the stream whole: --set parallel.sequence_parallel=false"
 
 
 def padded_vocab(vocab_size: int, rules: Rules, sizes: AxisSizes) -> int:

@@ -15,6 +15,7 @@ from strategies import axis_sizes, models, plans
 
 from optimus_jax.config import ModelConfig, OptimizerConfig
 from optimus_jax.config.axes import MESH_AXES, AxisSizes
+from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import PlanError
 from optimus_jax.mesh.axes import LOGICAL_AXES
 from optimus_jax.mesh.rules import (
@@ -236,9 +237,26 @@ def test_rules_are_checked_without_the_devices():
 def test_tokens_are_split_only_where_lengths_and_blocks_allow_it():
     axes = AxisSizes(tensor=4)
     rules = make_rules(MODEL, ["length=tensor"])
-    check_lengths(rules, axes, (64, 128))
+    check_lengths(rules, axes, (64, 128), MODEL)
     with pytest.raises(PlanError, match="sequence_parallel=false"):
-        check_lengths(rules, axes, (64, 66))
+        check_lengths(rules, axes, (64, 66), MODEL)
     with pytest.raises(PlanError, match="'mlp' whole"):
         check_rules(make_rules(MODEL, ["length=tensor", "mlp=none"]), axes, MODEL)
     assert "length" not in dict(make_rules(MODEL)), "only on request"
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "length", "advice"),
+    [
+        ("gpt2-nano", 4, 66, "choose a length that 4 divides, or keep the stream whole"),
+        ("vit-base-patch16-224", 4, 197, "keep the stream whole"),
+        ("whisper-small", 8, 1948, "choose tensor=4, or keep the stream whole"),
+        ("whisper-small", 4, 1946, "choose a length that 4 divides, or keep the stream whole"),
+    ],
+)
+def test_advice_on_lengths_is_possible(model, tensor, length, advice):
+    """An image has one length, and a recording's frames have one too."""
+    rules = make_rules(model_preset(model), ["length=tensor"])
+    with pytest.raises(PlanError) as raised:
+        check_lengths(rules, AxisSizes(tensor=tensor), (length,), model_preset(model))
+    assert f"do:    {advice}: --set parallel.sequence_parallel=false" in str(raised.value)

@@ -145,7 +145,7 @@ def _like(common: Plan, config: Config) -> Iterator[LayoutGroup | Rejection]:
     axes, ways, global_batch = common.axes, common.batch_ways(), config.data.global_batch
     try:
         check_rules(common.rules, axes, config.model)
-        check_lengths(common.rules, axes, config.compiled_lengths, frames=config.model.frames)
+        check_lengths(common.rules, axes, config.compiled_lengths, config.model)
         check_whole(config.optimizer, axes, zero=1)  # fsdp without ZeRO is data parallelism
     except PlanError as error:
         yield Rejection(layouts=str(axes), reason=first_line(error))
