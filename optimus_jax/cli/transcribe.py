@@ -3,6 +3,8 @@
 `optimus transcribe --run runs/NAME speech.wav recordings/`
 """
 
+from dataclasses import replace
+
 from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
@@ -29,7 +31,7 @@ def parser() -> Parser:
         "recordings",
         metavar="PATH",
         nargs="+",
-        help="recordings, folders with recordings, or Parquet and Arrow files",
+        help="recordings, folders with recordings, or Parquet, Arrow and tar files",
     )
     add_model_flags(flags)
     flags.add_argument(
@@ -53,14 +55,12 @@ def parser() -> Parser:
     flags.add_argument(
         "--text-field",
         metavar="NAME",
-        default="text",
-        help="name of the text in metadata.csv and tables (default: %(default)s)",
+        help="name of the text in metadata.csv and tables (default: the run's, or text)",
     )
     flags.add_argument(
         "--audio-field",
         metavar="NAME",
-        default="audio",
-        help="column of recordings in tables (default: %(default)s)",
+        help="column of recordings in tables (default: the run's, or audio)",
     )
     return flags
 
@@ -69,18 +69,30 @@ def main() -> None:
     given = parser().read()
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.config import DataConfig
-    from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
+    from optimus_jax.data.recordings import (
+        check_exists,
+        check_libraries,
+        recordings_in,
+        samples_of,
+    )
     from optimus_jax.data.word_errors import check_jiwer, has_words, word_errors
     from optimus_jax.inference.sampling import check_range
     from optimus_jax.inference.transcription import batches
 
     check_range(given["batch_size"] >= 1, "batch_size", given["batch_size"], "choose 1 or more")
     check_libraries(" ".join(given["recordings"]))
-    data = DataConfig(text_field=given["text_field"], audio_field=given["audio_field"])
-    recordings = [each for source in given["recordings"] for each in recordings_in(source, data)]
+    named = {name: given[name] for name in ("text_field", "audio_field") if given[name]}
+    for source in given["recordings"]:  # before a model is read, which takes long
+        check_exists(source, DataConfig(**named))
+    model = loaded(given).speech_model(language=given["language"], translate=given["translate"])
+    data, recordings = replace(model.data, **named), []
+    for source in given["recordings"]:
+        found, notes = recordings_in(source, data, texts="optional")
+        recordings += found
+        for note in notes:
+            print_to_stderr(note)
     if any(each.text and has_words(each.text) for each in recordings):
         check_jiwer()
-    model = loaded(given).speech_model(language=given["language"], translate=given["translate"])
     texts = []
     for some in batches(recordings, given["batch_size"]):
         samples = [samples_of(each) for each in some]

@@ -45,7 +45,7 @@ from optimus_jax.data.named_files import FileExamples
 from optimus_jax.data.pieces import Pieces, split_pieces
 from optimus_jax.data.preferences import PAIRS_OR_OTHER_TASK, PreferenceReader
 from optimus_jax.data.record_reader import RecordReader
-from optimus_jax.data.recordings import read_recordings
+from optimus_jax.data.recordings import prompt_text, read_recordings
 from optimus_jax.data.rendered_chat import ChatWriter, RenderedChat
 from optimus_jax.data.sampler import Examples, count_examples
 from optimus_jax.data.skipped_input import SkippedInput
@@ -398,6 +398,7 @@ class _SourceLoader:
         )
         train, held_out = whole.split(config.eval_fraction)
         num_held_out = 0 if held_out is None else len(held_out.items)
+        asked = prompt_text(tokenizer, config)
         return Data(
             train=train,
             held_out=held_out,
@@ -405,6 +406,7 @@ class _SourceLoader:
             description=(
                 f"{whole.name}: {len(train.items):,} recordings with texts;"
                 f" {num_held_out:,} recordings held out"
+                + (f"; the model is {asked}" if asked else "")
             ),
             identity={
                 "tokens": len(whole),

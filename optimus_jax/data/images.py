@@ -8,7 +8,6 @@ scaled to the model's size whatever its own shape is. Without labels any folder 
 tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
-import io
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.encoded_files import EncodedFile, opened, read
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
     SHARD,
     TABLES,
-    EncodedFile,
     FileExamples,
     NamedFile,
     files_of,
@@ -102,9 +101,8 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
     """
     from PIL import Image, ImageOps
 
-    source = io.BytesIO(image.place) if isinstance(image.place, bytes) else image.place
     try:
-        with Image.open(source) as found:
+        with Image.open(opened(image.place)) as found:
             if found.width * found.height > MOST_PIXELS:
                 raise ValueError(f"{found.width} x {found.height} pixels, {MOST_PIXELS:,} at most")
             upright = ImageOps.exif_transpose(found)
@@ -171,14 +169,16 @@ def read_images(
             )
         )
     name = " ".join(sources)
-    present = [
-        image for source in sources for image in _checked_images(source, image_field, label_field)
-    ]
+    present, notes = [], []
+    for source in sources:
+        images, left_out = _checked_images(source, image_field, label_field)
+        present += images
+        notes += left_out
     if label_field is None:
-        return Images(name=name, items=present, labels=(), model=model), []
+        return Images(name=name, items=present, labels=(), model=model), notes
     found = [image for image in present if image.label is not None]
-    num_without = len(present) - len(found)
-    notes = [f"{counted(num_without, 'image')} left out: without a label"] if num_without else []
+    if num_without := len(present) - len(found):
+        notes.append(f"{counted(num_without, 'image')} left out: without a label")
     used = {image.label for image in found if image.label is not None}
     if len(labels or used) < 2:
         raise DataError(
@@ -201,8 +201,11 @@ def read_images(
     return Images(name=name, items=found, labels=labels, model=model), notes
 
 
-def _images_in(source: str, image_field: str, label_field: str | None) -> Iterator[StoredImage]:
-    for file in files_of(Path(source), SUFFIXES):
+def _images_in(
+    source: str, files: Sequence[Path], image_field: str, label_field: str | None
+) -> Iterator[StoredImage]:
+    """The images of the files of a source."""
+    for file in files:
         inside = file.relative_to(source).parent
         if file.suffix in TABLES:
             columns = [image_field, *([] if label_field is None else [label_field])]
@@ -211,10 +214,10 @@ def _images_in(source: str, image_field: str, label_field: str | None) -> Iterat
         elif file.suffix == SHARD:
             for name, parts in samples_in_shard(file, "images"):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
-                label = parts.get(LABEL_PART, b"").decode(errors="replace").strip()
                 if data is not None:
-                    label = None if label_field is None else label or None
-                    yield StoredImage(str(inside / name), data, label)
+                    wanted = LABEL_PART in parts and label_field is not None
+                    label = read(parts[LABEL_PART]).decode(errors="replace") if wanted else ""
+                    yield StoredImage(str(inside / name), data, label.strip() or None)
         elif file != Path(source):
             label = None if label_field is None else next(iter(inside.parts), None)
             yield StoredImage(str(inside / file.name), file, label)
@@ -228,15 +231,20 @@ def _label_in(value: object = None) -> str | None:
     return str(value) if isinstance(value, int | str) else None
 
 
-def _checked_images(source: str, image_field: str, label_field: str | None) -> list[StoredImage]:
-    """The images of a source. Raises DataError if there are none, none with labels if these are
-    wanted, or only labels that are names of splits.
+def _checked_images(
+    source: str, image_field: str, label_field: str | None
+) -> tuple[list[StoredImage], list[str]]:
+    """The images of a source, and sentences about files that are left out.
+
+    Raises DataError if there are none, none with labels if these are wanted, or only labels that
+    are names of splits.
     """
-    images = list(_images_in(source, image_field, label_field))
+    of_source, notes = files_of(Path(source), SUFFIXES)
+    images = list(_images_in(source, of_source, image_field, label_field))
     labels = {image.label for image in images if image.label is not None}
     if images and (labels or label_field is None):
         _check_no_splits(source, images, labels)
-        return images
+        return images, notes
     files, column = f"files with {', '.join(SUFFIXES)}", f"a column {image_field}"
     wanted, given, do = "images", f"{files}, or tables with {column}", "a folder of images"
     if label_field is not None:

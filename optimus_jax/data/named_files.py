@@ -1,13 +1,15 @@
 """Examples that are files of their own, or rows of tables: images and recordings."""
 
 import hashlib
+import io
 import os
 import tarfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -15,20 +17,24 @@ import numpy as np
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.encoded_files import (
+    ROWS_AT_ONCE,
+    EncodedFile,
+    FileRange,
+    ParquetCell,
+    bytes_of,
+    size_of,
+)
 from optimus_jax.data.folders import walk
 from optimus_jax.data.formats import arrow_batches
 from optimus_jax.data.sampler import ExampleOrder, example_order
-from optimus_jax.errors import DataError, explain
+from optimus_jax.errors import DataError, counted, explain
 
 TABLES = (".parquet", ".arrow", ".feather")
 SHARD = ".tar"
 """Of files with samples in several parts."""
 MOST_THREADS = min(32, os.cpu_count() or 1)
 """Threads of a process that decode."""
-_ROWS_AT_ONCE = 256
-"""Rows of a Parquet file that are decoded at once."""
-EncodedFile = Path | bytes
-"""An encoded file, or its bytes."""
 
 
 class NamedFile(NamedTuple):
@@ -84,8 +90,7 @@ class FileExamples(ABC, Generic[Item]):
         """Sixteen hex digits that differ if names, texts or sizes of files differ."""
         found = hashlib.blake2b(digest_size=8)
         for name, text, place in map(self.file_of, self.items):
-            size = len(place) if isinstance(place, bytes) else place.stat().st_size
-            found.update(f"{name}\0{text}\0{size}\n".encode())
+            found.update(f"{name}\0{text}\0{size_of(place)}\n".encode())
         return found.hexdigest()
 
     def mixed(self) -> Self:
@@ -140,21 +145,40 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=MOST_THREADS, thread_name_prefix="decode")
 
 
-def files_of(source: Path, suffixes: Sequence[str]) -> list[Path]:
+def files_of(
+    source: Path, suffixes: Sequence[str], beside: Callable[[Path], bool] = lambda file: False
+) -> tuple[list[Path], list[str]]:
     """The files of a folder with one of these suffixes, at any depth; without any, its tables and
-    tar files. The source itself, if it is no folder.
+    tar files. The source itself, if it is no folder. And a sentence about the files of the folder
+    that are not read, if there are some.
+
+    Args:
+      beside: whether a file says more about those with these suffixes, and is no other one.
     """
     if not source.is_dir():
-        return [source]
+        return [source], []
     found = [folder / name for folder, _, names in walk(source) for name in names]
-    encoded = [file for file in found if file.suffix.lower() in suffixes]
-    # Beside files, a tar file may be that from which they came.
-    return encoded or [file for file in found if file.suffix in (*TABLES, SHARD)]
+    files, read = [file for file in found if file.suffix.lower() in suffixes], tuple(suffixes)
+    others = Counter(file.suffix.lower() for file in found if not beside(file))
+    if not files:  # Beside files, a tar file may be that from which they came.
+        read = (*TABLES, SHARD)
+        files = [file for file in found if file.suffix in read]
+        others = Counter(file.suffix.lower() for file in found)
+    for suffix in read:
+        others.pop(suffix, None)
+    if not files or not others:
+        return files, []
+    kinds = ", ".join(
+        f"{count:,} {suffix or 'without a suffix'}" for suffix, count in sorted(others.items())
+    )
+    left_out = counted(others.total(), "file")
+    return files, [f"{left_out} in {source} left out, where {', '.join(read)} are read: {kinds}"]
 
 
-def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, EncodedFile]]]:
     """Names and parts of the samples in a tar file, as WebDataset has them: members in a row whose
-    names are alike up to the first dot, by what follows it.
+    names are alike up to the first dot, by what follows it. Parts are ranges of the file, or bytes
+    if it is compressed.
 
     Args:
       what: what the samples are, for messages.
@@ -163,7 +187,8 @@ def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, byt
     """
     try:
         with tarfile.open(path) as shard:
-            name, parts = "", dict[str, bytes]()
+            is_plain = isinstance(shard.fileobj, io.BufferedReader)
+            name, parts = "", dict[str, EncodedFile]()
             for member in shard:
                 if not member.isfile():
                     continue
@@ -173,9 +198,13 @@ def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, byt
                 if key != name and parts:
                     yield f"{path.name}, {name}", parts
                     parts = {}
-                content = shard.extractfile(member)
-                assert content is not None, "of a file"
-                name, parts[suffix.lower()] = key, content.read()
+                name, part = key, FileRange(path, member.offset_data, member.size)
+                if not is_plain or member.issparse():
+                    content = shard.extractfile(member)
+                    assert content is not None, "of a file"
+                    parts[suffix.lower()] = content.read()
+                else:
+                    parts[suffix.lower()] = part
             if parts:
                 yield f"{path.name}, {name}", parts
     except (OSError, tarfile.TarError) as error:
@@ -188,9 +217,9 @@ def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, byt
 
 def rows_of_table(
     path: Path, columns: Sequence[str], what: str
-) -> Iterator[tuple[str, bytes, tuple[Any, ...]]]:
+) -> Iterator[tuple[str, EncodedFile, tuple[Any, ...]]]:
     """Name, bytes and other values of the rows of a Parquet or Arrow file that have bytes; none if
-    it lacks the first of the columns.
+    it lacks the first of the columns. Bytes stay in the file, unless it is a compressed Arrow file.
 
     Args:
       columns: the first has bytes, or Hugging Face's objects with `bytes`; the values of others
@@ -210,18 +239,12 @@ def rows_of_table(
             )
         ) from error
 
-    def batches(source: Any) -> Iterator[Any]:
-        if path.suffix == ".parquet":
-            table = pyarrow.parquet.ParquetFile(source)
-            present = [name for name in columns if name in table.schema_arrow.names]
-            yield from table.iter_batches(_ROWS_AT_ONCE, columns=present)
-            return
-        yield from arrow_batches(source).batches
-
     try:
         number = 0
         with pyarrow.memory_map(str(path)) as source:
-            for batch in batches(source):
+            is_parquet = path.suffix == ".parquet"
+            read = _parquet_batches if is_parquet else _arrow_batches
+            for batch, place_of in read(path, source, columns):
                 if columns[0] not in batch.schema.names:
                     return
                 values = [
@@ -230,12 +253,65 @@ def rows_of_table(
                     else [None] * batch.num_rows
                     for name in columns
                 ]
-                for first, *others in zip(*values, strict=True):
-                    data = first.get("bytes") if isinstance(first, dict) else first
+                for row, (first, *others) in enumerate(zip(*values, strict=True)):
                     number += 1
-                    if isinstance(data, bytes):
-                        yield f"{path.name}, row {number}", data, tuple(others)
+                    if (data := bytes_of(first)) is not None:
+                        yield f"{path.name}, row {number}", place_of(row, data), tuple(others)
     except (OSError, ValueError) as error:
         raise DataError(
             explain(f"a table of {what} cannot be read", given=f"{path}: {error}", do="replace it")
         ) from error
+
+
+_Batches = Iterator[tuple[Any, Callable[[int, bytes], EncodedFile]]]
+"""Batches of rows, each with where the bytes of a row are, given its number and these bytes."""
+
+
+def _parquet_batches(path: Path, source: Any, columns: Sequence[str]) -> _Batches:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(source)
+    present = [name for name in columns if name in table.schema_arrow.names]
+    for group in range(table.num_row_groups):
+        first = 0
+        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=present):
+            yield batch, partial(_parquet_cell, path, columns[0], group, first)
+            first += batch.num_rows
+
+
+def _parquet_cell(
+    path: Path, column: str, group: int, first: int, row: int, data: bytes
+) -> ParquetCell:
+    return ParquetCell(path, column, group, first + row, len(data))
+
+
+def _arrow_batches(path: Path, source: Any, columns: Sequence[str]) -> _Batches:
+    whole = source.read_buffer()
+    source.seek(0)
+    for batch in arrow_batches(source).batches:
+        starts = None
+        if columns[0] in batch.schema.names:
+            starts = _starts_in_file(whole, batch.column(columns[0]))
+        yield batch, partial(_arrow_range, path, starts)
+
+
+def _starts_in_file(whole: Any, values: Any) -> np.ndarray | None:
+    """Where in a mapped file each value of an Arrow array begins; None: they are not in it, since
+    it is compressed.
+    """
+    import pyarrow.types as types
+
+    if types.is_struct(values.type) and values.type.get_field_index("bytes") >= 0:
+        values = values.field("bytes")
+    if not (types.is_binary(values.type) or types.is_large_binary(values.type)):
+        return None
+    _, offsets, data = values.buffers()
+    if data is None or not 0 <= data.address - whole.address <= whole.size - data.size:
+        return None
+    dtype = np.int32 if types.is_binary(values.type) else np.int64
+    starts = np.frombuffer(offsets, dtype)[values.offset :]
+    return starts + np.int64(data.address - whole.address)
+
+
+def _arrow_range(path: Path, starts: np.ndarray | None, row: int, data: bytes) -> EncodedFile:
+    return data if starts is None else FileRange(path, int(starts[row]), len(data))

@@ -11,24 +11,23 @@ texts that are longer than the model reads are left out.
 """
 
 import csv
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.model import COLUMNS_PER_FRAME, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
+from optimus_jax.data.encoded_files import EncodedFile, opened, read
 from optimus_jax.data.folders import walk
 from optimus_jax.data.named_files import (
     SHARD,
     TABLES,
-    EncodedFile,
     FileExamples,
     NamedFile,
     files_of,
@@ -52,6 +51,8 @@ NO_LANGUAGE = "none"
 """In the place of a language's code: texts do not name it, as those of models of English alone."""
 START, NO_TIMESTAMPS = "<|startoftranscript|>", "<|notimestamps|>"
 """Tokens of published models."""
+TextUse = Literal["needed", "optional", "unread"]
+"""Whether a recording's text is learnt, compared if there is one, or not read."""
 
 
 class StoredRecording(NamedTuple):
@@ -139,7 +140,7 @@ def samples_of(recording: StoredRecording) -> np.ndarray:
     import soxr
 
     try:
-        samples, rate = soundfile.read(_file(recording), dtype="float32", always_2d=True)
+        samples, rate = soundfile.read(opened(recording.place), dtype="float32", always_2d=True)
     except (OSError, ValueError, soundfile.SoundFileError) as error:
         raise _unreadable(recording, error) from error
     mono = samples.mean(1)
@@ -151,15 +152,10 @@ def _num_samples(recording: StoredRecording) -> int:
     import soundfile
 
     try:
-        info = soundfile.info(_file(recording))
+        info = soundfile.info(opened(recording.place))
     except (OSError, ValueError, soundfile.SoundFileError) as error:
         raise _unreadable(recording, error) from error
     return round(info.frames * SAMPLE_RATE / info.samplerate)
-
-
-def _file(recording: StoredRecording) -> Path | io.BytesIO:
-    place = recording.place
-    return io.BytesIO(place) if isinstance(place, bytes) else place
 
 
 def _unreadable(recording: StoredRecording, error: Exception) -> DataError:
@@ -218,6 +214,27 @@ def prompt_of(tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     return [start, language, *([] if task is None else [task]), *without[1:]]
 
 
+def prompt_text(tokenizer: Tokenizer, config: DataConfig) -> str:
+    """What `prompt_of` asks a model for, in words; empty if the tokenizer cannot ask.
+
+    Raises DataError as `prompt_of` does.
+    """
+    if tokenizer.token_id(START) is None:
+        return ""
+    asked = prompt_of(tokenizer, config)
+    has_language, has_task, is_plain = (
+        tokenizer.token_id(token) in asked
+        for token in (f"<|{config.language}|>", f"<|{config.speech_task}|>", NO_TIMESTAMPS)
+    )
+    text = "asked for texts"
+    if has_language:
+        task = config.speech_task if has_task else "write"
+        text = f"asked to {task} in {config.language}"
+        if task == "translate":
+            text = f"asked to translate from {config.language} to English"
+    return text + (", without timestamps" if is_plain else "")
+
+
 def read_recordings(
     sources: Sequence[str],
     model: ModelConfig,
@@ -237,7 +254,11 @@ def read_recordings(
     """
     check_libraries(" ".join(sources))
     name, longest = " ".join(sources), seq_len - model.frames
-    present = [each for source in sources for each in recordings_in(source, config)]
+    present, notes = [], []
+    for source in sources:
+        recordings, left_out = recordings_in(source, config)
+        present += recordings
+        notes += left_out
     found = [each for each in present if each.text is not None]
     if not found:
         raise DataError(
@@ -262,7 +283,7 @@ def read_recordings(
         else:
             kept.append(Transcript(recording, tokens))
     seconds = most_samples(model) / SAMPLE_RATE
-    notes = [
+    notes += [
         f"{counted(number, 'recording')} left out: {why}"
         for number, why in (
             (long_sound, f"longer than the {seconds:g} s that {model.name} reads"),
@@ -279,8 +300,8 @@ def read_recordings(
                 do="cut recordings into shorter ones, or name a model that reads more",
             )
         )
-    recordings = Recordings(name=name, items=kept, model=model, num_prompt_tokens=len(prompt))
-    return recordings, notes
+    whole = Recordings(name=name, items=kept, model=model, num_prompt_tokens=len(prompt))
+    return whole, notes
 
 
 def before_eos(tokens: np.ndarray, eos: int) -> np.ndarray:
@@ -303,68 +324,108 @@ def check_libraries(given: str) -> None:
         ) from error
 
 
-def recordings_in(source: str, config: DataConfig) -> Iterator[StoredRecording]:
-    """The recordings of a folder, a table or a file, with their texts if these have any.
+def check_exists(source: str, config: DataConfig) -> None:
+    """Raise DataError if there is no such file or folder."""
+    if not Path(source).exists():
+        raise _no_recordings(f"there is no {source}", config)
 
-    Raises DataError if there are none.
+
+def _no_recordings(what: str, config: DataConfig) -> DataError:
+    return DataError(
+        explain(
+            what,
+            given=f"files with {', '.join(SUFFIXES)}, or tables with columns"
+            f" {config.audio_field} and {config.text_field}, are read",
+            do="give a recording, a folder of them, or a table",
+        )
+    )
+
+
+def recordings_in(
+    source: str, config: DataConfig, *, texts: TextUse = "needed"
+) -> tuple[list[StoredRecording], list[str]]:
+    """The recordings of a folder, a table or a file, with their texts if these have any, and
+    sentences about what is left out.
+
+    Raises DataError if there are none; or if metadata has no texts, and these are needed.
     """
-    path, is_empty = Path(source), True
-    files = files_of(path, SUFFIXES)
-    texts = _texts_of(path, config) if any(_is_recording(file) for file in files) else {}
+    check_exists(source, config)
+    path = Path(source)
+    files, notes = files_of(path, SUFFIXES, _is_text)
+    written, found = dict[Path, str](), list[StoredRecording]()
+    if texts != "unread" and any(_is_recording(file) for file in files):
+        written, of_texts = _texts_of(path, config, texts)
+        notes += of_texts
     for file in files:
         inside = file.relative_to(path).parent
         if file.suffix in TABLES:
             columns = [config.audio_field, config.text_field]
             for name, data, (text,) in rows_of_table(file, columns, "recordings"):
-                is_empty = False
-                written = text if isinstance(text, str) else None
-                yield StoredRecording(str(inside / name), data, written)
+                said = text if isinstance(text, str) else None
+                found.append(StoredRecording(str(inside / name), data, said))
         elif file.suffix == SHARD:
             for name, parts in samples_in_shard(file, "recordings"):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
                 if data is not None:
-                    is_empty = False
-                    text = parts.get(TEXT_PART)
-                    written = None if text is None else text.decode("utf-8-sig", "replace").strip()
-                    yield StoredRecording(str(inside / name), data, written)
+                    said = None
+                    if TEXT_PART in parts:
+                        said = read(parts[TEXT_PART]).decode("utf-8-sig", "replace").strip()
+                    found.append(StoredRecording(str(inside / name), data, said))
         elif _is_recording(file):
-            is_empty = False
-            yield StoredRecording(str(inside / file.name), file, texts.get(_plain(file)))
-    if is_empty:
-        raise DataError(
-            explain(
-                f"{source} holds no recordings" if path.exists() else f"there is no {source}",
-                given=f"files with {', '.join(SUFFIXES)}, or tables with columns"
-                f" {config.audio_field} and {config.text_field}, are read",
-                do="give a recording, a folder of them, or a table",
-            )
-        )
+            name = str(inside / file.name)
+            found.append(StoredRecording(name, file, written.get(_plain(file))))
+    if not found:
+        raise _no_recordings(f"{source} holds no recordings", config)
+    return found, notes
 
 
 def _is_recording(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES and file.is_file()
 
 
-def _texts_of(source: Path, config: DataConfig) -> dict[Path, str]:
+def _is_text(file: Path) -> bool:
+    """Whether a file beside recordings may have their texts."""
+    return file.name in METADATA or file.suffix == f".{TEXT_PART}"
+
+
+def _texts_of(source: Path, config: DataConfig, use: TextUse) -> tuple[dict[Path, str], list[str]]:
     """Texts of recordings in a folder, or of one, by their absolute paths: what metadata says, else
-    a file beside each.
+    a file beside each. And sentences about metadata that is left out.
+
+    Raises DataError if metadata cannot be read, and texts are needed.
     """
     if source.is_dir():
         folders = walk(source)
     else:
         folders = [(source.parent, [], [source.name, source.with_suffix(".txt").name])]
-    beside, named = {}, {}
+    beside, named, present = dict[Path, str](), dict[Path, str](), set[Path]()
+    notes = []
     for folder, _, names in folders:
         for file in (folder / name for name in names):
             if file.name in METADATA:
-                for name, text in _metadata(file, config.text_field).items():
-                    named[_plain(folder / name)] = text
+                try:
+                    texts = _metadata(file, config.text_field)
+                except _METADATA_ERRORS as error:
+                    why = f"{type(error).__name__}: {error}"
+                    if use == "needed":
+                        raise _no_texts(f"{file}: {why}", config) from error
+                    notes.append(
+                        f"texts in {file} left out ({why}): --text-field names their column"
+                    )
+                    continue
+                named |= {_plain(folder / name): text for name, text in texts.items()}
             elif file.suffix.lower() in SUFFIXES:
+                present.add(_plain(file))
                 text = file.with_suffix(".txt")
                 if text.name in names and text.is_file():
                     content = text.read_text(encoding="utf-8-sig", errors="replace")
                     beside[_plain(file)] = content.strip()
-    return beside | named
+    if absent := [str(path) for path in named if path not in present]:
+        notes.append(
+            f"{counted(len(absent), 'row')} of metadata left out: there is no {absent[0]}"
+            + (", for example" if len(absent) > 1 else "")
+        )
+    return beside | named, notes
 
 
 def _plain(path: Path) -> Path:
@@ -372,23 +433,30 @@ def _plain(path: Path) -> Path:
     return Path(os.path.normpath(path.absolute()))
 
 
+_METADATA_ERRORS = (OSError, ValueError, KeyError, TypeError, csv.Error)
+"""What damaged metadata raises."""
+
+
 def _metadata(path: Path, text_field: str) -> dict[str, str]:
-    """Texts in a file of metadata, by the names that it has for recordings."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = (
-                list(csv.DictReader(file))
-                if path.suffix == ".csv"
-                else [json.loads(line) for line in file if line.strip()]
-            )
-        found = {str(row[FILE_NAME]): row[text_field] for row in rows}
-        return {name: text for name, text in found.items() if isinstance(text, str)}
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise DataError(
-            explain(
-                "the texts of recordings cannot be read",
-                given=f"{path}: {type(error).__name__}: {error}",
-                do=f"give every recording {FILE_NAME} and {text_field}, or name the latter with"
-                " --set data.text_field=NAME",
-            )
-        ) from error
+    """Texts in a file of metadata, by the names that it has for recordings. Raises
+    _METADATA_ERRORS.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = (
+            list(csv.DictReader(file))
+            if path.suffix == ".csv"
+            else [json.loads(line) for line in file if line.strip()]
+        )
+    found = {str(row[FILE_NAME]): row[text_field] for row in rows}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _no_texts(given: str, config: DataConfig) -> DataError:
+    return DataError(
+        explain(
+            "the texts of recordings cannot be read",
+            given=given,
+            do=f"give every recording {FILE_NAME} and {config.text_field}, or name the latter with"
+            " --set data.text_field=NAME",
+        )
+    )

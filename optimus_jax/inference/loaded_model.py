@@ -140,7 +140,7 @@ class LoadedModel:
         """
         model = self.speech_model(language=language, translate=translate)
         given = [recordings] if isinstance(recordings, str | PathLike | np.ndarray) else recordings
-        samples = [each for one in given for each in _samples_in(one)]
+        samples = [each for one in given for each in _samples_in(one, model.data, self.warn)]
         return model.transcribe(samples, batch_size=batch_size)
 
     def speech_model(self, *, language: str | None = None, translate: bool = False) -> SpeechModel:
@@ -176,13 +176,18 @@ class LoadedModel:
         return export(self.source, to, step=self.step, **settings)
 
 
-def _samples_in(recordings: UserPath | np.ndarray) -> Iterator[np.ndarray]:
+def _samples_in(
+    recordings: UserPath | np.ndarray, data: DataConfig, warn: Callable[[str], object]
+) -> Iterator[np.ndarray]:
     """Samples of each recording of a file or folder; an array is that of one."""
     if isinstance(recordings, np.ndarray):
         yield np.asarray(recordings, np.float32)
         return
     check_libraries(str(recordings))
-    yield from map(samples_of, recordings_in(str(recordings), DataConfig()))
+    found, notes = recordings_in(str(recordings), data, texts="unread")
+    for note in notes:
+        warn(note)
+    yield from map(samples_of, found)
 
 
 def load(

@@ -1,5 +1,6 @@
 """Images of folders and tables, and the examples that are made of them."""
 
+import gzip
 import io
 import shutil
 import tarfile
@@ -10,7 +11,9 @@ import pytest
 from optimus_jax.config import DataConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.config.presets import model_preset
+from optimus_jax.data import encoded_files
 from optimus_jax.data.dataset import load_data
+from optimus_jax.data.encoded_files import FileRange, ParquetCell
 from optimus_jax.data.images import patches_of
 from optimus_jax.errors import DataError
 
@@ -182,6 +185,107 @@ def test_images_of_other_sizes_are_scaled(folder):
     assert np.abs(cut(data, number)["patches"][0, 1:].astype(int) - 200).max() < 4
 
 
+def test_files_of_other_kinds_are_counted(folder, tmp_path):
+    for name in ("a.gif", "b.gif", "more.parquet", "c"):
+        (folder / "cat" / name).write_bytes(b"")
+    [note] = load(folder).notes
+    assert note.startswith(f"5 files in {folder} left out, where .png, ")
+    assert note.endswith(": 1 without a suffix, 2 .gif, 1 .parquet, 1 .txt")
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "tables").mkdir()
+    table = arrow.table({"image": [encoded(number) for number in range(2)], "label": ["b", "a"]})
+    parquet.write_table(table, tmp_path / "tables" / "0.parquet")
+    assert not load(tmp_path / "tables").notes
+    (tmp_path / "tables" / "README.md").write_text("no table")
+    [note] = load(tmp_path / "tables").notes
+    assert note.endswith("where .parquet, .arrow, .feather, .tar are read: 1 .md")
+
+
+def tables_of(path):
+    """Tables of the same images, in files of each kind."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    images = [{"bytes": encoded(number), "path": None} for number in range(7)]
+    table = arrow.table({"image": images, "label": [0, 1, 2, 3, 4, 5, 6]})
+    parquet.write_table(table, path / "a.parquet", row_group_size=3)
+    feather.write_feather(table, path / "plain.arrow", compression="uncompressed")
+    feather.write_feather(table, path / "packed.feather", compression="lz4")
+    with (
+        arrow.OSFile(str(path / "stream.arrow"), "wb") as sink,
+        arrow.ipc.new_stream(sink, table.schema) as to,
+    ):
+        to.write_table(table, max_chunksize=2)
+    with tarfile.open(path / "a.tar", "w") as shard:
+        for number in range(7):
+            for part, content in (("png", encoded(number)), ("cls", b"%d" % number)):
+                member = tarfile.TarInfo(f"{number}.{part}")
+                member.size = len(content)
+                shard.addfile(member, io.BytesIO(content))
+    (path / "packed.tar").write_bytes(gzip.compress((path / "a.tar").read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.parquet", ParquetCell),
+        ("plain.arrow", FileRange),
+        ("stream.arrow", FileRange),
+        ("packed.feather", bytes),
+        ("a.tar", FileRange),
+        ("packed.tar", bytes),
+    ],
+)
+def test_bytes_stay_in_files_until_they_are_asked_for(tmp_path, name, kind, monkeypatch):
+    monkeypatch.setattr("optimus_jax.data.encoded_files.CACHE_BYTES", 1)
+    tables_of(tmp_path)
+    items = load(tmp_path / name).train.items
+    assert {type(image.place) for image in items} == {kind}
+    assert [image.label for image in items] == list("0123456")
+    numbers = [6, 0, 3, 5, 1, 4, 2] * 3  # of several row groups, and in several threads
+    batch = cut(load(tmp_path / name), *numbers)
+    for row, number in enumerate(numbers):
+        expected = patches_of(pixels_of(number)[None], 2)
+        np.testing.assert_array_equal(batch["patches"][row, 1:], expected)
+
+
+def test_row_groups_are_cached_until_there_are_too_many(tmp_path, monkeypatch):
+    tables_of(tmp_path)
+    asked = []
+    monkeypatch.setattr(encoded_files, "_ROW_GROUPS", encoded_files._RowGroups())
+    read_group = encoded_files._read_row_group
+    monkeypatch.setattr(
+        encoded_files,
+        "_read_row_group",
+        lambda wanted: (asked.append(wanted.number), read_group(wanted))[1],
+    )
+    places = [image.place for image in load(tmp_path / "a.parquet").train.items]
+    for number in (0, 3, 1, 4, 6):
+        assert encoded_files.read(places[number]) == encoded(number)
+    assert asked == [0, 1, 2]
+    # Two of the three fit.
+    cached = encoded_files._ROW_GROUPS._cached.values()
+    two = sum(sorted(values.nbytes for values in cached)[-2:])
+    monkeypatch.setattr(encoded_files, "CACHE_BYTES", two)
+    monkeypatch.setattr(encoded_files, "_ROW_GROUPS", encoded_files._RowGroups())
+    asked.clear()
+    for number in (0, 3, 1, 6, 0, 3):
+        encoded_files.read(places[number])
+    assert asked == [0, 1, 2, 1], "the one that was used longest ago is read again"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.tar"])
+def test_a_file_that_has_changed_is_named(tmp_path, name):
+    tables_of(tmp_path)
+    data = load(tmp_path / name)
+    cut(data, 0)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot be read: a\.(parquet, row 7|tar, 6)\n"):
+        cut(data, 6)
+
+
 def test_pixels_of_16_bits_are_scaled_to_8(folder):
     deep = pixels_of(0).astype(np.uint16) << 8
     pillow.fromarray(deep).save(folder / "cat" / "0.png")
@@ -232,7 +336,7 @@ def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
     (tmp_path / "images" / "5.png").write_bytes(encoded(5))
     data = load(folder, kind="unlabelled_images")
     assert (data.labels, len(data.train.items)) == ((), 6)
-    assert "6 images, scaled to 8 x 8 pixels" in data.description
+    assert "6 images, scaled to 8 x 8 pixels;" in data.description
     batch = cut(data, 0)
     assert batch["loss_mask"].sum() == 1, "of the class: which patches are hidden is drawn later"
     assert (batch["targets"] == -1).all()

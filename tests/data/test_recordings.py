@@ -11,6 +11,7 @@ from optimus_jax.config import DataConfig
 from optimus_jax.config.model import PATCH_TOKEN
 from optimus_jax.config.presets import model_preset
 from optimus_jax.data.dataset import load_data
+from optimus_jax.data.encoded_files import FileRange
 from optimus_jax.data.recordings import frames_of, most_samples, prompt_of, recordings_in
 from optimus_jax.data.spectrogram import SAMPLE_RATE
 from optimus_jax.data.tokenizers import ByteTokenizer
@@ -42,13 +43,14 @@ def folder(tmp_path):
     return whole
 
 
-def load(*sources, **settings):
+def load(*sources, tokenizer=None, **settings):
     return load_data(
         DataConfig(**{"sources": tuple(map(str, sources)), "eval_fraction": 0.0, **settings}),
         seq_len=MODEL.max_length,
         vocab_size=MODEL.vocab_size,
         model_name=MODEL.name,
         kind="recordings",
+        tokenizer=tokenizer,
         values_for=MODEL,
     )
 
@@ -207,6 +209,7 @@ def test_tar_files_have_recordings_and_their_texts(folder, tmp_path):
         for name in ("0.wav", "0.txt", "1.wav"):
             shard.add(folder / name, f"train/{name}")
     data = load(tmp_path / "speech.tar")
+    assert isinstance(data.train.items[0].recording.place, FileRange)
     assert texts_of(data) == {"speech.tar, train/0": "one"}
     np.testing.assert_array_equal(cut(data, 0)["patches"], cut(load(folder), 0)["patches"])
 
@@ -220,10 +223,63 @@ def test_a_table_need_not_have_texts(folder, tmp_path):
         pyarrow.ipc.new_stream(sink, table.schema) as stream,
     ):
         stream.write_table(table)
-    [found] = recordings_in(str(tmp_path / "speech.arrow"), DataConfig())
+    [found], _ = recordings_in(str(tmp_path / "speech.arrow"), DataConfig())
     assert found.text is None
     with pytest.raises(DataError, match="holds no recordings with texts"):
         load(tmp_path / "speech.arrow")
+
+
+def test_what_is_left_out_of_a_folder_is_counted(folder):
+    (folder / "4.m4a").write_bytes(b"")
+    (folder / "5.webm").write_bytes(b"")
+    rows = "file_name,text\n0.wav,one\n4.m4a,four\nno.wav,five\n"
+    (folder / "metadata.csv").write_text(rows)
+    others, rows, without = load(folder).notes
+    assert others.startswith(f"2 files in {folder} left out, where .wav, ")
+    assert others.endswith(": 1 .m4a, 1 .webm")
+    assert rows.startswith("2 rows of metadata left out: there is no /")
+    assert rows.endswith("4.m4a, for example")
+    assert "without a text" in without
+
+
+def test_texts_that_are_optional_need_no_field(folder):
+    (folder / "more" / "metadata.csv").write_text("file_name,sentence\n2.flac,three\n")
+    config = DataConfig()
+    found, [note] = recordings_in(str(folder), config, texts="optional")
+    assert {each.name: each.text for each in found}["more/2.flac"] is None
+    assert "metadata.csv left out (KeyError: 'text'): --text-field names" in note
+    found, notes = recordings_in(str(folder), config, texts="unread")
+    assert ([each.text for each in found], notes) == ([None] * 5, [])
+    named, notes = recordings_in(str(folder), DataConfig(text_field="sentence"), texts="optional")
+    assert ({each.name: each.text for each in named}["more/2.flac"], notes) == ("three", [])
+
+
+class Published(ByteTokenizer):
+    """With the tokens of a published model."""
+
+    known = ("<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>")
+
+    def token_id(self, token):
+        known = (*self.known, "<|notimestamps|>")
+        return 200 + known.index(token) if token in known else None
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, "; the model is asked to transcribe in en, without timestamps"),
+        (
+            {"language": "de", "speech_task": "translate"},
+            "; the model is asked to translate from de to English, without timestamps",
+        ),
+        ({"language": "none"}, "; the model is asked for texts, without timestamps"),
+    ],
+)
+def test_the_description_says_what_the_model_is_asked(folder, settings, asked):
+    assert load(folder, tokenizer=Published(), **settings).description.endswith(
+        f" recordings held out{asked}"
+    )
+    assert load(folder, **settings).description.endswith(" recordings held out")
 
 
 def test_metadata_may_be_lines_of_json(folder):

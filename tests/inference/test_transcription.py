@@ -17,6 +17,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.data.tokenizers import ByteTokenizer
 from optimus_jax.data.word_errors import word_errors
 from optimus_jax.errors import ConfigError, DataError
+from optimus_jax.inference.loaded_model import LoadedModel
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
 from optimus_jax.inference.text_model import TextModel
 from optimus_jax.inference.transcription import SpeechModel, language_of
@@ -167,7 +168,67 @@ def test_help_names_what_is_read(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["optimus transcribe", "--help"])
     with pytest.raises(SystemExit):
         transcribe.main()
-    assert "word error rate" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "word error rate" in text
+    assert "Parquet, Arrow and tar files" in text
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """A folder of one recording, whose text is in the field `sentence`."""
+    soundfile = pytest.importorskip("soundfile")
+    noise = np.random.default_rng(0).standard_normal(8_000).astype(np.float32)
+    soundfile.write(tmp_path / "0.wav", 0.1 * noise, 16_000)
+    (tmp_path / "metadata.csv").write_text("file_name,sentence\n0.wav,one two\n")
+    return tmp_path
+
+
+def untrained(**data):
+    """A model with settings of a run's data."""
+    config = model_preset("whisper-nano")
+    text_model = TextModel(
+        model=ModelOnMesh(config),
+        params=unpadded(config).initial(jnp.int32(1)),
+        tokenizer=ByteTokenizer(),
+        step=None,
+        data=DataConfig(**data),
+    )
+    return LoadedModel(source="", text_model=text_model)
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "found"),
+    [
+        ({}, [], "(KeyError: 'text'): --text-field names their column"),
+        ({}, ["--text-field", "sentence"], "word error rate "),
+        ({"text_field": "sentence"}, [], "word error rate "),
+    ],
+)
+def test_texts_are_found_by_the_name_of_the_run(spoken, data, flags, found, capsys, monkeypatch):
+    pytest.importorskip("jiwer")
+    monkeypatch.setattr(transcribe, "loaded", lambda given: untrained(**data))
+    argv = ["optimus transcribe", "--run", "run", str(spoken), *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    transcribe.main()
+    out, err = capsys.readouterr()
+    assert out.startswith("0.wav\t")
+    assert found in err
+    assert ("word error rate" in err) == ("word error rate" in found)
+
+
+def test_a_missing_recording_is_said_before_the_model_is_read(spoken, monkeypatch):
+    monkeypatch.setattr(transcribe, "loaded", lambda given: pytest.fail("read"))
+    argv = ["optimus transcribe", "--run", "run", str(spoken / "nowhere")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(DataError, match=r"there is no .*/nowhere"):
+        transcribe.main()
+
+
+def test_python_needs_no_texts_of_recordings(spoken):
+    assert len(untrained().transcribe(spoken)) == 1
+    (spoken / "1.gif").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"1 file in .* left out, .*: 1 \.gif"):
+        untrained().transcribe(spoken)
 
 
 def test_tokens_that_a_published_model_suppresses_are_not_written():
