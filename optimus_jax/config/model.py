@@ -62,6 +62,8 @@ FIXED_LABELS: Mapping[str, tuple[str, ...]] = {
 """Labels that no data names, by what has one each."""
 LayerType = Literal["full", "window"]
 Medium = Literal["text", "images", "sound"]
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+"""Filters of Pillow, which numbers them in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,13 @@ class ModelConfig:
     each."""
     pixel_std: tuple[float, ...] = ()
     """Standard deviation of each channel, by which the values are then divided. Empty: 0.5 each."""
+    resize: int = 0
+    """Pixels of a side to which an image is scaled, of which the middle (`image_size`) is read; 0:
+    `image_size`, so that nothing is cut off."""
+    keep_aspect: bool = False
+    """Whether it is the shorter side of an image that is scaled to that, and not both."""
+    resample: Resample = "bilinear"
+    """How an image is scaled."""
     encoder_layers: int = 0
     """Layers, the first ones, of an encoder of sound: the others read text, and attend to what it
     gives. 0: there is no encoder."""
@@ -274,6 +283,11 @@ class ModelConfig:
         return self.pixel_mean or halves, self.pixel_std or halves
 
     @property
+    def resized(self) -> int:
+        """Pixels of a side to which an image is scaled."""
+        return self.resize or self.image_size
+
+    @property
     def reads(self) -> Medium:
         """What the model reads; of sound, an encoder does, and a decoder writes text."""
         if self.frames:
@@ -311,12 +325,13 @@ class ModelConfig:
             "max_length",
         )
         check_positive(self, *counts, "norm_epsilon", "rope_theta", "patch_size", "num_channels")
-        sizes = ("image_size", "encoder_layers", "frames")
+        sizes = ("image_size", "resize", "encoder_layers", "frames")
         check_positive(self, "mel_bins")
         check_not_negative(self, *sizes)
         check_counts(self, *counts, *sizes, "patch_size", "num_channels", "mel_bins")
         self._check_encoder()
         self._check_normalisation()
+        self._check_resize()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 explain(
@@ -409,6 +424,19 @@ class ModelConfig:
                     given=f"model.frames={self.frames}, model.image_size={self.image_size},"
                     f" model.labels={','.join(self.labels)}",
                     do="set model.frames=0 and model.encoder_layers=0, or leave the others out",
+                )
+            )
+
+    def _check_resize(self) -> None:
+        """Raise ConfigError unless an image that is scaled has the pixels that are read."""
+        if self.resize and not (self.image_size and self.resize >= self.image_size):
+            raise ConfigError(
+                explain(
+                    "an image is scaled to at least the pixels that the model reads",
+                    given=f"model.resize={self.resize}, model.image_size={self.image_size}",
+                    do=f"choose {self.image_size} or more, or 0"
+                    if self.image_size
+                    else "leave it out: the model reads no images",
                 )
             )
 

@@ -28,7 +28,7 @@ from optimus_jax.data.given import (
     tokens_given,
 )
 from optimus_jax.data.identity import HELD_OUT_CONTENT, DataIdentity, identity_of
-from optimus_jax.data.images import read_images
+from optimus_jax.data.images import read_images, scaling_text
 from optimus_jax.data.iterated import IteratedExamples, has_state
 from optimus_jax.data.labelled import (
     AnswerReader,
@@ -364,7 +364,7 @@ class _SourceLoader:
             description=(
                 f"{whole.name}: {len(train.items):,} images"
                 + (f" of {len(whole.labels)} labels," if whole.labels else ",")
-                + f" scaled to {model.image_size} x {model.image_size} pixels;"
+                + f" {scaling_text(model)};"
                 f" {num_held_out:,} images held out"
             ),
             identity={

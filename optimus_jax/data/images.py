@@ -4,7 +4,8 @@ A source is a folder with a folder of images for each label, a Parquet or Arrow 
 of images (bytes, or Hugging Face's objects with `bytes`) and one of labels, a tar file with
 WebDataset's names (`0001.jpg`, `0001.cls`), or a folder of such files. An example is an image: a
 token for the class, at which the label counts, and one for each patch, row by row. An image is
-scaled to the model's size whatever its own shape is. Without labels any folder will do; which
+scaled to the model's size whatever its own shape is, unless the model says how it is cropped.
+Transparent pixels are those of a white page behind them. Without labels any folder will do; which
 tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
@@ -94,7 +95,7 @@ class Images(FileExamples[StoredImage]):
 
 
 def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
-    """The pixels of an image, scaled to the model's size: uint8 [C, H, W].
+    """The pixels of an image, scaled to the model's size and cropped: uint8 [C, H, W].
 
     Raises:
       DataError: it is damaged or too large.
@@ -111,8 +112,12 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
                     np.clip(np.asarray(upright) >> 8, 0, 255).astype(np.uint8)
                 )
             mode = {1: "L", 3: "RGB", 4: "RGBA"}[model.num_channels]
+            if mode != "RGBA" and ("A" in upright.getbands() or "transparency" in upright.info):
+                layer = upright.convert("RGBA")
+                upright = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
             size = (model.image_size, model.image_size)
-            pixels = np.asarray(upright.convert(mode).resize(size, Image.Resampling.BILINEAR))
+            how, box = Image.Resampling[model.resample.upper()], _box(*upright.size, model)
+            pixels = np.asarray(upright.convert(mode).resize(size, how, box))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow has a SyntaxError for broken PNGs, and refuses still larger images itself.
         raise DataError(
@@ -123,6 +128,29 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
             )
         ) from error
     return np.moveaxis(pixels.reshape(*size, model.num_channels), -1, 0)
+
+
+def _box(width: int, height: int, model: ModelConfig) -> tuple[float, float, float, float]:
+    """The part of an image that is scaled to the model's size, in its own pixels: left, top, right
+    and bottom. What is outside of it is not scaled, since a long image would need much memory.
+    """
+    short = min(width, height)
+    edges = []
+    for side in (width, height):
+        scaled = model.resized * side // short if model.keep_aspect else model.resized
+        first = (scaled - model.image_size) // 2
+        edges.append((first * side / scaled, (first + model.image_size) * side / scaled))
+    (left, right), (top, bottom) = edges
+    return left, top, right, bottom
+
+
+def scaling_text(model: ModelConfig) -> str:
+    """How images become what a model reads."""
+    size, both = model.image_size, f"{model.resized} x {model.resized} pixels"
+    to = f"{model.resized} pixels of the shorter side" if model.keep_aspect else both
+    is_cropped = model.keep_aspect or model.resized > size
+    middle = f", of which the middle {size} x {size} are read" if is_cropped else ""
+    return f"scaled to {to} ({model.resample}){middle}"
 
 
 def patches_of(pixels: np.ndarray, patch_size: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 
 from optimus_jax.config import Config, DataConfig, ModelConfig
 from optimus_jax.config.data import SpeechTask
-from optimus_jax.config.model import COLUMNS_PER_FRAME
+from optimus_jax.config.model import COLUMNS_PER_FRAME, Resample
 from optimus_jax.config.phases import phases_of
 from optimus_jax.data.given import NAME, given_in_python
 from optimus_jax.data.recordings import NO_TIMESTAMPS, start_of
@@ -29,8 +29,6 @@ from optimus_jax.version import VERSION
 CARD = "README.md"
 LANGUAGE = re.compile(r"<\|[a-z]{2,3}\|>")
 """Tokens of languages in published tokenizers."""
-BILINEAR = 2
-"""Pillow's number of the interpolation by which data/images.py scales."""
 HEADER = """---
 library_name: transformers
 pipeline_tag: {tag}
@@ -252,11 +250,21 @@ def preprocessor_config(model: ModelConfig) -> str:
         }
         return json.dumps(sound, indent=2) + "\n"
     mean, std = model.normalisation
+    square = {"height": model.image_size, "width": model.image_size}
+    is_cropped = model.keep_aspect or model.resized > model.image_size
+    # ViTImageProcessor crops nothing, BitImageProcessor scales the shorter side, and
+    # DeiTImageProcessor both sides.
+    kind = "ViT"
+    if is_cropped:
+        kind = "Bit" if model.keep_aspect else "DeiT"
     config = {
-        "image_processor_type": "ViTImageProcessor",
+        "image_processor_type": f"{kind}ImageProcessor",
         "do_resize": True,
-        "size": {"height": model.image_size, "width": model.image_size},
-        "resample": BILINEAR,
+        "size": {"shortest_edge": model.resized}
+        if model.keep_aspect
+        else {"height": model.resized, "width": model.resized},
+        **({"do_center_crop": True, "crop_size": square} if is_cropped else {}),
+        "resample": get_args(Resample).index(model.resample),
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -26,7 +26,7 @@ from optimus_jax.models.huggingface_checks import (
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.system.json_input import JSONInputError, parse_json
 from optimus_jax.weights.file_bytes import MAX_CONFIG_BYTES, damaged, read_whole
-from optimus_jax.weights.image_processor import PREPROCESSOR, with_normalisation
+from optimus_jax.weights.image_processor import PREPROCESSOR, with_image_processor
 from optimus_jax.weights.safetensors_file import read_safetensors
 from optimus_jax.weights.stored_tensor import StoredTensor
 from optimus_jax.weights.torch_file import read_torch_file
@@ -105,7 +105,7 @@ def read_config(directory: Path) -> ModelConfig:
         )
     config = config_from_huggingface(hf_config)
     check_family(config)
-    return with_normalisation(config, directory)
+    return with_image_processor(config, directory)
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:

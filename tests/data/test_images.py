@@ -4,6 +4,7 @@ import gzip
 import io
 import shutil
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.data import encoded_files
 from optimus_jax.data.dataset import load_data
 from optimus_jax.data.encoded_files import FileRange, ParquetCell
-from optimus_jax.data.images import patches_of
+from optimus_jax.data.images import StoredImage, decoded, patches_of, scaling_text
 from optimus_jax.errors import DataError
 
 MODEL = model_preset("vit-nano")
@@ -185,6 +186,28 @@ def test_images_of_other_sizes_are_scaled(folder):
     assert np.abs(cut(data, number)["patches"][0, 1:].astype(int) - 200).max() < 4
 
 
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_those_of_a_white_page(folder, kind):
+    if kind == "P":
+        image = pillow.new("P", (8, 8), 1)
+        image.putpalette([0] * 6)
+        image.save(folder / "cat" / "0.png", transparency=1)
+    else:
+        clear = (255, 0, 0, 0) if kind == "RGBA" else (0, 0)
+        pillow.new(kind, (8, 8), clear).save(folder / "cat" / "0.png")
+    assert (cut(load(folder), 0)["patches"][0, 1:] == 255).all()
+
+
+def test_a_long_image_is_cropped_before_it_is_scaled(tmp_path):
+    """All of it would have 8 x 8,000,000 pixels at the model's size."""
+    model = replace(MODEL, resize=8, keep_aspect=True)
+    pillow.new("L", (1_000_000, 1), 7).save(tmp_path / "long.png")
+    assert (decoded(StoredImage("long.png", tmp_path / "long.png", None), model) == 7).all()
+    assert "8 pixels of the shorter side (bilinear), of which the middle 8 x 8" in scaling_text(
+        model
+    )
+
+
 def test_files_of_other_kinds_are_counted(folder, tmp_path):
     for name in ("a.gif", "b.gif", "more.parquet", "c"):
         (folder / "cat" / name).write_bytes(b"")
@@ -336,7 +359,7 @@ def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
     (tmp_path / "images" / "5.png").write_bytes(encoded(5))
     data = load(folder, kind="unlabelled_images")
     assert (data.labels, len(data.train.items)) == ((), 6)
-    assert "6 images, scaled to 8 x 8 pixels;" in data.description
+    assert "6 images, scaled to 8 x 8 pixels (bilinear);" in data.description
     batch = cut(data, 0)
     assert batch["loss_mask"].sum() == 1, "of the class: which patches are hidden is drawn later"
     assert (batch["targets"] == -1).all()

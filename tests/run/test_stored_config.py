@@ -64,6 +64,9 @@ def test_every_model_field_except_the_name_is_compared():
         "num_channels",
         "pixel_mean",
         "pixel_std",
+        "resize",
+        "keep_aspect",
+        "resample",
         "generator",
     }, "sizes, and these for images, are compared as num_layers is"
 
