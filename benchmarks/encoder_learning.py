@@ -160,6 +160,13 @@ def main() -> int:
     parser.add_argument(
         "--label-steps", type=int, default=1000, help="of each run with labels (default: 1000)"
     )
+    parser.add_argument(
+        "--starts",
+        nargs="+",
+        choices=("masked", "replaced", "new"),
+        default=("masked", "replaced", "new"),
+        help="parameters that labels are learnt from (default: all)",
+    )
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -167,6 +174,8 @@ def main() -> int:
         write_data(work)
     rows: list[tuple[str, float, float | None]] = []
     for name, model in (("masked", "bert-nano"), ("replaced", "electra-nano")):
+        if name not in options.starts:
+            continue
         steps_s = run(
             work,
             f"{name}-run",
@@ -183,6 +192,8 @@ def main() -> int:
             ("replaced before", ["--init-from", str(work / "replaced-run")]),
             ("new parameters", ["--model", "bert-nano"]),
         ):
+            if name.split()[0] not in options.starts:
+                continue
             run_name = f"{task}-{name.replace(' ', '-')}"
             steps_s = run(
                 work,
