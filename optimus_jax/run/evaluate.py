@@ -13,19 +13,13 @@ from typing import Any
 from optimus_jax.cluster.distributed import (
     all_or_none,
     assert_same_everywhere,
-    connect,
     is_writer,
-    named,
 )
-from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
 from optimus_jax.config.in_python import IN_PYTHON
-from optimus_jax.config.run_checkpoint import RunCheckpoint
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.given import RandomAccess, check_ends, given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
-from optimus_jax.devices.cpu import disable_compilation_cache_on_cpu, use_cpu_devices
-from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, OptimusError, explain
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.search.choice import choose_plan
@@ -33,8 +27,16 @@ from optimus_jax.run.in_python import TASK, GivenData, with_objects
 from optimus_jax.run.initial_weights import initial_weights
 from optimus_jax.run.inputs import Inputs
 from optimus_jax.run.named_run import RUN
-from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
+from optimus_jax.run.parameter_source import RunSource, open_run
 from optimus_jax.run.requested_config import requested_config, shared_settings
+from optimus_jax.run.trained_model import (
+    ALL,
+    EXAMPLES_PER_DEVICE,
+    FORWARD_ONLY,
+    connected,
+    settings_of,
+    trained_source,
+)
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.run_directory.run_data import check_same_data, identity_in_run
 from optimus_jax.system.paths import UserPath
@@ -42,26 +44,7 @@ from optimus_jax.training.evaluation import held_out_sums
 from optimus_jax.training.numbers import perplexity_of
 from optimus_jax.training.step import build_program
 from optimus_jax.training.tasks import NEXT_TOKEN, keeps_own_task, task_name, task_of, use_own_task
-from optimus_jax.weights.published import PublishedSource
-from optimus_jax.weights.published_adapters import PublishedAdapters
 
-EXAMPLES_PER_DEVICE = 8
-"""Default number of examples of a batch for each device."""
-KEPT = (
-    "model",
-    "data",
-    "task",
-    "masking",
-    "patch_masking",
-    "augmentation",
-    "preference",
-    "evaluation",
-    "precision",
-    "seed",
-)
-"""Settings of a run that say what its evaluations measure."""
-ALL = 2**31 - 1
-"""As a number of examples: all that there are."""
 NUMBER, TRANSCRIBED = "evaluation.examples", "evaluation.transcribed"
 LENGTH, EVAL_LENGTH = "data.seq_len", "evaluation.seq_len"
 """Settings."""
@@ -122,12 +105,10 @@ def evaluate(
         use_own_task(objects.task)
     if objects.records is not None:
         check_ends(objects.records, "data=")
-    adapters = PublishedAdapters.parse(str(model), what=RUN)
-    source = parameter_source(str(model)) if adapters is None else adapters.published_base()
-    source = _at_step(source, step)
+    source, adapters = trained_source(model, step)
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=warn)
-        base, given = _of_run(source), {"data.tokenizer": source.tokenizer()}
+        base, given = settings_of(source), {"data.tokenizer": source.tokenizer()}
         own = base.evaluation.data
         if data is None and "data.sources" not in overrides and own and not given_in_python(own):
             data, given = own, given | {"data.sources": own}
@@ -183,23 +164,9 @@ def evaluate(
         )
     number = ALL if examples is None else examples
     config = config.with_values(
-        {
-            "steps": 1,
-            "eval_every": 1,
-            "eval_batches": None,
-            NUMBER: number,
-            TRANSCRIBED: overrides.get(TRANSCRIBED, number),
-            "optimizer.name": "sgd",  # one moment for each parameter, which nothing reads
-            "optimizer.lr": 1.0,
-        }
+        FORWARD_ONLY | {NUMBER: number, TRANSCRIBED: overrides.get(TRANSCRIBED, number)}
     )
-    launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
-    with named(launch):
-        if config.cpu_devices is not None:
-            use_cpu_devices(config.cpu_devices)
-        check_jax_settings()
-        connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
-        disable_compilation_cache_on_cpu()
+    with connected(config):
         return _measured(
             config,
             run if data is None else None,
@@ -212,36 +179,6 @@ def evaluate(
 def _is_in_python(run: Config) -> bool:
     """Whether what a run holds out is of objects of its program."""
     return given_in_python(run.data.sources) or given_in_python(run.evaluation.data)
-
-
-def _at_step(source: PublishedSource | RunSource, step: int | None) -> PublishedSource | RunSource:
-    """What is measured, at a step. Raises ConfigError if it has another, or none."""
-    if step is None:
-        return source
-    if isinstance(source, PublishedSource):
-        raise ConfigError(
-            explain(
-                "a published model has no checkpoints",
-                given=f"{RUN} {source} with --step {step}",
-                do="leave --step out",
-            )
-        )
-    if source.named.step not in (None, step):
-        raise ConfigError(
-            explain("two steps are named", given=f"{source.named} and step {step}", do="name one")
-        )
-    return RunSource(RunCheckpoint(source.named.run, step))
-
-
-def _of_run(source: RunSource) -> Config:
-    """The settings of a run on which its evaluations depend."""
-    settings = source.settings()
-    config = replace(Config(), **{name: getattr(settings, name) for name in KEPT})
-    return replace(
-        config,
-        data=replace(config.data, phases=(), allow_change=False),
-        evaluation=replace(config.evaluation, seq_len=settings.eval_seq_len),
-    )
 
 
 def _measured(
