@@ -68,7 +68,7 @@ def held_out_sums(
     """
     num_rows = eval_rows(program.config, program.plan)
     sums: list[EvalSums] = []
-    for batch in _all_batches(held_out.batches):
+    for batch in all_batches(held_out.batches):
         if stops():
             return None
         on_devices = program.put_batch(batch, num_rows)
@@ -100,11 +100,11 @@ def _word_error_rate(
     program: Program, state: TrainState, transcripts: Transcripts, stops: Callable[[], bool]
 ) -> float | None:
     num_rows = transcript_rows(program.config, program.plan)
-    batches = _all_batches(lambda: transcripts.batches(program, num_rows))
+    batches = all_batches(lambda: transcripts.batches(program, num_rows))
     return transcripts.word_error_rate(program, state.params, batches, num_rows, stops=stops)
 
 
-def _all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[HostBatch]:
+def all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[HostBatch]:
     """The batches of an evaluation, each once all processes have built it: if one fails, no other
     starts a step that would wait for it.
     """

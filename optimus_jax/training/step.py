@@ -40,6 +40,7 @@ from optimus_jax.training.compiler_options import options_for, usable_bytes
 from optimus_jax.training.frozen_layers import zero_in_frozen_layers
 from optimus_jax.training.generator import GeneratorPass
 from optimus_jax.training.gradients import sums_alone, sums_and_gradients
+from optimus_jax.training.label_logits import LOGITS, logits_task
 from optimus_jax.training.next_token import LIKELIEST, next_token_task
 from optimus_jax.training.objective import Objective
 from optimus_jax.training.offload import update_through_host
@@ -59,7 +60,7 @@ from optimus_jax.training.state import (
     state_specs,
     state_with,
 )
-from optimus_jax.training.task import GENERATOR_LOSS, Batch
+from optimus_jax.training.task import GENERATOR_LOSS, Batch, Task
 from optimus_jax.training.tasks import check_task, task_of
 
 Metrics = dict[str, Array]
@@ -106,6 +107,9 @@ class Program:
     next_tokens: Callable[[Params, Batch], Array]
     """The likeliest token after the one position of each row that counts, int32 [R]; replicated.
     `examples` are numbers of the batch's R rows (training/next_token.py)."""
+    label_logits: Callable[[Params, Batch], Array]
+    """Logits of the labels of each token, or of those of each image, float32 [R, L, N] or
+    [R, 1, N]; replicated. `examples` as of `next_tokens` (training/label_logits.py)."""
 
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of the state."""
@@ -244,6 +248,7 @@ def build_program(config: Config, plan: Plan, devices: Sequence[Any] | None = No
         ),
         eval_step=forward_only(step.evaluate),
         next_tokens=forward_only(step.next_tokens),
+        label_logits=forward_only(step.label_logits),
     )
 
 
@@ -364,11 +369,20 @@ class _DeviceStep:
         return EvalSums(loss=loss, tokens=tokens, metrics=metrics)
 
     def next_tokens(self, params: Params, batch: Batch) -> Array:
+        return self._of_rows(next_token_task, LIKELIEST, params, batch).astype(jnp.int32)
+
+    def label_logits(self, params: Params, batch: Batch) -> Array:
+        return self._of_rows(logits_task, LOGITS, params, batch)
+
+    def _of_rows(
+        self, task_on: Callable[[Task, int], Task], metric: str, params: Params, batch: Batch
+    ) -> Array:
+        """A metric of a task on the rows of the batch over all devices, given their number."""
         num_rows = self.objective.comm.size(len(batch["tokens"]), BATCH)
-        task = next_token_task(self.objective.task, num_rows)
+        task = task_on(self.objective.task, num_rows)
         layouts, params = beside_generator(self.layouts), beside_generator(params)
         sums = sums_alone(replace(self.objective, task=task), layouts, params, batch)
-        return self._over_batch(sums.metrics[LIKELIEST]).astype(jnp.int32)
+        return self._over_batch(sums.metrics[metric])
 
     def _num_terms(self, batch: Batch) -> Array:
         """Terms of the loss on all devices, float32, 1 if there are none."""

@@ -24,6 +24,7 @@ from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.transformer import Decoder
 from optimus_jax.run_directory.contents import COMMON, EVENTS
 from optimus_jax.run_directory.step_record import StepRecord
+from optimus_jax.training.answers import Answer, AnswerInputs
 
 _LABELLED: Mapping[str, Labelled] = {
     "labels": "sequence",
@@ -109,6 +110,8 @@ class Task:
     """(config, rows, keys [B]) -> the rows as the model learns from them. A row depends on its own
     key alone, which the seed, the step and the number of its example determine; the keys of
     evaluations do not depend on the step."""
+    answer: Callable[[AnswerInputs], Answer] | None = None
+    """What a trained model says of a record without labels; None: it predicts none."""
     augment: Callable[[Config, Batch, Array], Batch] | None = None
     """As `corrupt`, and before it; evaluations read the rows as they are."""
     has_generator: bool = False

@@ -18,6 +18,7 @@ from optimus_jax.errors import ConfigError, explain, nearest
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.models.encoder_decoder import text_of
 from optimus_jax.models.families import features_of
+from optimus_jax.training.answers import image_answer, label_answer, span_answer, words_answer
 from optimus_jax.training.augmentation import IMAGE_ARRAYS, augmented
 from optimus_jax.training.label_loss import (
     LABEL_ARRAYS,
@@ -96,6 +97,7 @@ _LABELS = Task(
     prepare=with_types,
     reads="labels",
     is_causal=None,
+    answer=label_answer,
 )
 TASKS: dict[str, Task] = {
     NEXT_TOKEN: Task(
@@ -124,9 +126,14 @@ TASKS: dict[str, Task] = {
         has_generator=True,
     ),
     "classification": _LABELS,
-    "token_classification": dataclasses.replace(_LABELS, reads="word_labels"),
+    "token_classification": dataclasses.replace(_LABELS, reads="word_labels", answer=words_answer),
     "question_answering": dataclasses.replace(
-        _LABELS, loss=span_loss, count=count_spans, term="answer", reads="answers"
+        _LABELS,
+        loss=span_loss,
+        count=count_spans,
+        term="answer",
+        reads="answers",
+        answer=span_answer,
     ),
     IMAGES: Task(
         loss=label_loss,
@@ -135,6 +142,7 @@ TASKS: dict[str, Task] = {
         arrays=IMAGE_ARRAYS,
         reads="images",
         is_causal=False,
+        answer=image_answer,
         augment=augmented,
     ),
     "mim": Task(
