@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "rank the layouts of a model on a cluster",
     "evaluate": "measure a trained model on held-out data",
     "generate": "generate text with a trained model",
+    "predict": "label texts, words or images, or answer questions, with a trained model",
     "transcribe": "write down recordings with a trained model of sound",
     "export": "write a run's model as a directory that transformers loads",
     "report": "write one HTML page about a run, or several",

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
@@ -10,16 +11,28 @@ import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.axes import AxisSizes, mesh_text
+from optimus_jax.data.given import check_ends, check_records
 from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.devices.jax_settings import check_jax_settings
+from optimus_jax.errors import ConfigError, OptimusError, counted, explain
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
 from optimus_jax.run.export import ExportResult, export
+from optimus_jax.run.predict import (
+    Predictor,
+    check_predicts,
+    open_predictor,
+    predictor_config,
+    predicts,
+)
+from optimus_jax.run.trained_model import trained_source
+from optimus_jax.system.command import typed_command
 from optimus_jax.system.paths import UserPath
+from optimus_jax.training.answers import Answer
 
 if TYPE_CHECKING:
     from optimus_jax.inference.harness import HarnessModel
@@ -31,25 +44,72 @@ class LoadedModel:
 
     source: UserPath
     """The run or the published model that it is from."""
-    text_model: TextModel
-    """Its parameters, and how they are split."""
+    loaded: TextModel | Predictor
+    """Its parameters, and how they are split; with labels a Predictor."""
+    step: int | None
+    """Step of the run's checkpoint; None: it is a published model."""
     warn: Callable[[str], object] = warnings.warn
     """Called with messages."""
 
     @property
     def config(self) -> ModelConfig:
         """Sizes and family of the model."""
-        return self.text_model.config
+        config = self.loaded.config
+        return config if isinstance(config, ModelConfig) else config.model
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of its run, or published with it."""
-        return self.text_model.tokenizer
+        return self.loaded.tokenizer
 
     @property
-    def step(self) -> int | None:
-        """Step of the run's checkpoint; None: it is a published model."""
-        return self.text_model.step
+    def text_model(self) -> TextModel:
+        """The model as one of text or sound. Raises ConfigError if it has labels."""
+        if isinstance(self.loaded, TextModel):
+            return self.loaded
+        raise ConfigError(
+            explain(
+                "a model with labels writes no text",
+                given=f"{self.config.name}, with {counted(len(self.config.labels), 'label')}",
+                do=f"ask it for labels: `{typed_command('predict')}`, or in Python predict()",
+            )
+        )
+
+    def predict(
+        self,
+        records: str | PathLike | Mapping[str, Any] | Sequence[Any],
+        *,
+        top: int | None = None,
+        max_answer_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> list[Answer]:
+        """What a model with labels says of records, which need no labels themselves.
+
+        Args:
+          records: one or a list: texts, or objects as lines of a JSON Lines file; a Path names a
+            file of them. Of a model of images, paths.
+          top: labels that `scores` ranks (5).
+          max_answer_tokens: most tokens of an answer to a question (30).
+          batch_size: most examples at once, which may hold several texts (8 for each device).
+        Returns:
+          A dict for each record: of a text `label`, `score` and `scores`; of an image `file` too;
+          of words `words`, `labels` and `scores`; of a question `answer`, `start`, `end`
+          (characters of its context; None: there is no answer) and `score`.
+        Raises:
+          OptimusError: the model has no labels, or a record cannot be read.
+        """
+        if not isinstance(self.loaded, Predictor):
+            check_predicts(self.config, self.source)
+        assert isinstance(self.loaded, Predictor)
+        given = [records] if isinstance(records, str | PathLike | Mapping) else records
+        named = str | PathLike if self.config.image_size else PathLike
+        is_named = isinstance(given, list | tuple) and all(isinstance(one, named) for one in given)
+        data = tuple(map(str, given)) if is_named and given else check_records(given, "records")
+        check_ends(data, "records")
+        answers = self.loaded.predict(
+            data, top=top, max_answer_tokens=max_answer_tokens, batch_size=batch_size
+        )
+        return list(answers)
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> str: ...
@@ -200,31 +260,44 @@ def load(
     chat_template: str | None = None,
     warn: Callable[[str], object] = warnings.warn,
 ) -> LoadedModel:
-    """Load a model that generates text or writes down recordings, onto the first devices of this
-    process.
+    """Load a model that generates text, writes down recordings or predicts labels, onto the first
+    devices of this process.
 
     Args:
       model: directory or URL of a run, which may have used any mesh; directory of a published
         model or of PEFT's adapters, or hf://ORG/NAME.
       step: step of the run's checkpoint; None: the newest good one.
       mesh: sizes of fsdp and tensor over which it is split: `tensor=4`, or as a dict or
-        AxisSizes; empty: one device.
+        AxisSizes; of a model with labels any sizes; empty: one device.
       cpu_devices: number of virtual CPU devices; None: the devices that JAX finds.
       eos: token that ends a text of a published model; None: the one that its files name.
       chat_template: path or URL of a chat template; None: the tokenizer's own.
       warn: called with messages about what was skipped or left out.
     Raises:
       OptimusError: there is no such run, checkpoint, model or tokenizer, the mesh does not fit, or
-        the model predicts labels or hidden tokens.
+        the model predicts hidden tokens.
     """
     if cpu_devices is not None:
         use_cpu_devices(cpu_devices)
+    axes = AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes()
+    if _has_labels(model, step):
+        check_jax_settings()
+        config = predictor_config(model, {"parallel.mesh": str(axes)}, step=step)
+        predictor = open_predictor(config, say=warn, num_devices=axes.num_devices)
+        return LoadedModel(source=model, loaded=predictor, step=predictor.step, warn=warn)
     loaded = load_text_model(
         model,
         step,
-        mesh=AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes(),
+        mesh=axes,
         eos=eos,
         chat_template=chat_template,
         warn=warn,
     )
-    return LoadedModel(source=model, text_model=loaded, warn=warn)
+    return LoadedModel(source=model, loaded=loaded, step=loaded.step, warn=warn)
+
+
+def _has_labels(model: UserPath, step: int | None) -> bool:
+    """Whether a model predicts labels; False also if it cannot be read, which loading explains."""
+    with suppress(OptimusError):
+        return predicts(trained_source(model, step)[0].config())
+    return False

@@ -61,8 +61,8 @@ class ModelOnMesh:
                 explain(
                     "a model with labels generates no text",
                     given=f"{self.config.name}, with {counted(len(self.config.labels), 'label')}",
-                    do="name a model with a head over the vocabulary;"
-                    f" `{typed_command('export')}` writes this one for transformers",
+                    do=f"name a model with a head over the vocabulary; `{typed_command('predict')}`"
+                    " asks this one for labels",
                 )
             )
         if not features_of(self.config).causal:

@@ -1,0 +1,184 @@
+"""`optimus predict`: the labels that a run's model, or a published one, gives to records.
+
+`optimus predict --run runs/NAME --data new.jsonl --output labels.jsonl`
+"""
+
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from optimus_jax.cli.model_flags import RUN_WORDS
+from optimus_jax.cli.train import end_now, is_one_of_several, told
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.faults.stopping import exit_code_of
+from optimus_jax.run.command_line import Parser, settings
+from optimus_jax.system.environment import import_jax
+from optimus_jax.system.paths import local_path
+from optimus_jax.system.resilient_io import print_to_stderr
+
+WORDS = RUN_WORDS | {
+    "data": "input input_file test_file predict_file",
+    "output": "out output_file predictions_file",
+    "batch_size": "batch global_batch eval_batch_size per_device_eval_batch_size",
+    "top": "top_k topk",
+    "max_answer_tokens": "max_answer_length max_answer_len",
+}
+"""Aliases: what other programs call these flags."""
+FLAGS = {"--init-from": "--run", "max_answer_tokens": "--max-answer-tokens"}
+"""Settings of a run, as error messages name them -> the same as flags of this command."""
+
+
+def parser() -> Parser:
+    """The parser of this command's flags."""
+    flags = Parser(
+        description="Predict the labels of texts, words or images, or the answers to questions: a"
+        " JSON object for each record, which needs no label.",
+        words=WORDS,
+        settings=FLAGS,
+    )
+    flags.add_argument(
+        "--run",
+        metavar="DIR",
+        required=True,
+        help="directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+        " hf://ORG/NAME",
+    )
+    flags.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the run's checkpoint (default: the newest good one)",
+    )
+    flags.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        required=True,
+        help="files, globs, folders or URLs; of images files, folders, tables or tar files",
+    )
+    flags.add_argument(
+        "--output",
+        metavar="FILE",
+        help="new file to write, as JSON Lines (default: standard output)",
+    )
+    flags.add_argument(
+        "--top",
+        metavar="N",
+        type=int,
+        help="labels of a text or an image that `scores` ranks (default: 5)",
+    )
+    flags.add_argument(
+        "--max-answer-tokens",
+        metavar="N",
+        type=int,
+        help="most tokens of an answer to a question (default: 30)",
+    )
+    flags.add_argument(
+        "--tokenizer", metavar="PATH", help="of a published model (default: its own)"
+    )
+    flags.add_argument(
+        "--seq-len", metavar="N", help="tokens of an example (default: the run's, or the model's)"
+    )
+    flags.add_argument(
+        "--batch-size", metavar="N", help="examples at once (default: 8 for each device)"
+    )
+    flags.add_argument(
+        "--mesh", metavar="SIZES", help="`auto` or sizes: fsdp=4,tensor=2 (default: auto)"
+    )
+    flags.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: as the run was told; else bf16, on a CPU f32)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
+    )
+    flags.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="several processes: address of process 0"
+    )
+    flags.add_argument("--num-processes", metavar="N", help="several processes: their number")
+    flags.add_argument("--process-id", metavar="I", help="several processes: index of this one")
+    flags.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="any other setting, such as data.text_field=body",
+    )
+    return flags
+
+
+def main() -> None:
+    flags = parser()
+    given = flags.read()
+    overrides = settings(given, leave=("data",))
+    if given["batch_size"] is not None:
+        overrides["data.global_batch"] = given["batch_size"]
+    out = None if given["output"] is None else _new_file(given["output"])
+    import_jax()  # after parsing, so that --help does not wait for JAX
+    from optimus_jax.cluster.distributed import is_writer
+    from optimus_jax.run.predict import predict
+
+    with flags.own_words():
+        try:
+            answers = predict(
+                given["run"],
+                tuple(given["data"]),
+                step=given["step"],
+                top=given["top"],
+                max_answer_tokens=given["max_answer_tokens"],
+                warn=print_to_stderr,
+                **overrides,
+            )
+            first = next(answers)  # connects the processes
+            writes = is_writer()
+            with _written(out if writes else None) as file:
+                for answer in itertools.chain([first], answers):
+                    if writes:
+                        print(json.dumps(answer, ensure_ascii=False), file=file, flush=out is None)
+        except Exception as error:
+            if is_one_of_several() and not getattr(error, "raised_by_all_processes", False):
+                end_now(f"error: {told(error)}", exit_code_of(error))
+            raise
+
+
+def _new_file(text: str) -> Path:
+    """The file that --output names. Raises ConfigError if it exists, or its folder does not."""
+    out = local_path(text, what="--output")
+    if out.exists() or not out.parent.is_dir():
+        why = "exists" if out.exists() else "is in no folder"
+        raise ConfigError(
+            explain(
+                "answers are written into a new file",
+                given=f"--output {out}, which {why}",
+                do="use another name, or remove it" if out.exists() else "make the folder first",
+            )
+        )
+    return out
+
+
+@contextlib.contextmanager
+def _written(out: Path | None) -> Iterator[TextIO]:
+    """Where answers go: standard output, or a file that gets its name when it is complete.
+
+    Raises ConfigError if it cannot be written.
+    """
+    if out is None:
+        yield sys.stdout
+        return
+    part = out.with_name(f"{out.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+        part.replace(out)
+    except OSError as error:
+        raise ConfigError(
+            explain("answers cannot be written", given=error, do="name another --output")
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
