@@ -11,7 +11,7 @@ import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.axes import AxisSizes, mesh_text
-from optimus_jax.data.given import check_ends, check_records
+from optimus_jax.data.given import RandomAccess, check_ends, check_records
 from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
@@ -23,10 +23,11 @@ from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
 from optimus_jax.run.export import ExportResult, export
 from optimus_jax.run.predict import (
-    Predictor,
+    LabelModel,
+    Records,
     check_predicts,
-    open_predictor,
-    predictor_config,
+    label_model_config,
+    open_label_model,
     predicts,
 )
 from optimus_jax.run.trained_model import trained_source
@@ -44,8 +45,8 @@ class LoadedModel:
 
     source: UserPath
     """The run or the published model that it is from."""
-    loaded: TextModel | Predictor
-    """Its parameters, and how they are split; with labels a Predictor."""
+    loaded: TextModel | LabelModel
+    """Its parameters, and how they are split; with labels a LabelModel."""
     step: int | None
     """Step of the run's checkpoint; None: it is a published model."""
     warn: Callable[[str], object] = warnings.warn
@@ -98,14 +99,10 @@ class LoadedModel:
         Raises:
           OptimusError: the model has no labels, or a record cannot be read.
         """
-        if not isinstance(self.loaded, Predictor):
+        if not isinstance(self.loaded, LabelModel):
             check_predicts(self.config, self.source)
-        assert isinstance(self.loaded, Predictor)
-        given = [records] if isinstance(records, str | PathLike | Mapping) else records
-        named = str | PathLike if self.config.image_size else PathLike
-        is_named = isinstance(given, list | tuple) and all(isinstance(one, named) for one in given)
-        data = tuple(map(str, given)) if is_named and given else check_records(given, "records")
-        check_ends(data, "records")
+        assert isinstance(self.loaded, LabelModel)
+        data = _as_records(records, are_files=bool(self.config.image_size))
         answers = self.loaded.predict(
             data, top=top, max_answer_tokens=max_answer_tokens, batch_size=batch_size
         )
@@ -282,9 +279,9 @@ def load(
     axes = AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes()
     if _has_labels(model, step):
         check_jax_settings()
-        config = predictor_config(model, {"parallel.mesh": str(axes)}, step=step)
-        predictor = open_predictor(config, say=warn, num_devices=axes.num_devices)
-        return LoadedModel(source=model, loaded=predictor, step=predictor.step, warn=warn)
+        config = label_model_config(model, {"parallel.mesh": str(axes)}, step=step)
+        labels = open_label_model(config, say=warn, num_devices=axes.num_devices)
+        return LoadedModel(source=model, loaded=labels, step=labels.step, warn=warn)
     loaded = load_text_model(
         model,
         step,
@@ -294,6 +291,27 @@ def load(
         warn=warn,
     )
     return LoadedModel(source=model, loaded=loaded, step=loaded.step, warn=warn)
+
+
+def _as_records(
+    given: str | PathLike | Mapping[str, Any] | Sequence[Any], *, are_files: bool
+) -> Records:
+    """What `LoadedModel.predict` is given, as `LabelModel.predict` takes it.
+
+    Args:
+      are_files: whether strings are names of files, too.
+    """
+    if isinstance(given, str | PathLike | Mapping):
+        given = [given]
+    if isinstance(given, list | tuple):
+        of_files = str | PathLike if are_files else PathLike
+        if given and all(isinstance(one, of_files) for one in given):
+            return tuple(map(str, given))
+        given = list(given)
+    found = check_records(given, "records")
+    check_ends(found, "records")
+    assert isinstance(found, RandomAccess)
+    return found
 
 
 def _has_labels(model: UserPath, step: int | None) -> bool:

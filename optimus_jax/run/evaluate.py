@@ -164,7 +164,11 @@ def evaluate(
         )
     number = ALL if examples is None else examples
     config = config.with_values(
-        FORWARD_ONLY | {NUMBER: number, TRANSCRIBED: overrides.get(TRANSCRIBED, number)}
+        {
+            **FORWARD_ONLY,
+            NUMBER: number,
+            TRANSCRIBED: overrides.get(TRANSCRIBED, number),
+        }
     )
     with connected(config):
         return _measured(

@@ -59,7 +59,7 @@ Records = tuple[str, ...] | RandomAccess
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Predictor:
+class LabelModel:
     """A trained model with labels, on its devices."""
 
     program: Program
@@ -235,7 +235,7 @@ def check_predicts(model: ModelConfig, named: object) -> None:
     )
 
 
-def predictor_config(
+def label_model_config(
     model: UserPath, overrides: dict[str, Any], *, step: int | None = None
 ) -> Config:
     """The settings with which a trained model predicts; touches no device.
@@ -271,17 +271,17 @@ def predictor_config(
     return config.with_values(dict(FORWARD_ONLY))
 
 
-def open_predictor(
+def open_label_model(
     config: Config,
     *,
     say: Callable[[str], object],
     has_batch: bool = False,
     num_devices: int | None = None,
-) -> Predictor:
+) -> LabelModel:
     """The model of a config, on devices.
 
     Args:
-      config: of `predictor_config`.
+      config: of `label_model_config`.
       say: called with messages about the parameters.
       has_batch: whether the size of batches is given.
       num_devices: the first devices of this process that are used, by it alone; None: all devices,
@@ -303,7 +303,7 @@ def open_predictor(
     program = build_program(config, plan, devices)
     identity = {"tokenizer": tokenizer.digest, "eos": tokenizer.eos}
     state, weights = initial_weights(config, identity).initial_state(program, say)
-    return Predictor(program=program, params=state.params, tokenizer=tokenizer, weights=weights)
+    return LabelModel(program=program, params=state.params, tokenizer=tokenizer, weights=weights)
 
 
 def _first_devices(topology: Topology, number: int) -> Topology:
@@ -344,16 +344,16 @@ def predict(
 
     Args:
       model, step, warn: as of `evaluate`.
-      data, top, max_answer_tokens: as of `Predictor.predict`.
+      data, top, max_answer_tokens: as of `LabelModel.predict`.
       overrides: settings by dotted name.
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
     """
-    config = predictor_config(model, overrides, step=step)
+    config = label_model_config(model, overrides, step=step)
     with connected(config):
         say = warn if is_writer() else _say_nothing
-        predictor = open_predictor(config, say=say, has_batch=GLOBAL_BATCH in overrides)
-        yield from predictor.predict(data, top=top, max_answer_tokens=max_answer_tokens)
+        loaded = open_label_model(config, say=say, has_batch=GLOBAL_BATCH in overrides)
+        yield from loaded.predict(data, top=top, max_answer_tokens=max_answer_tokens)
 
 
 def _say_nothing(_: str) -> None:

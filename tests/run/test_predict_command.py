@@ -329,5 +329,9 @@ def test_a_model_of_text_generates_and_predicts_nothing(tmp_path, runs, monkeypa
     for use in (model.generate, model.logits, model.transcribe):
         with pytest.raises(ConfigError, match=r"writes no text[^$]*predict"):
             use("a")
+    assert model.predict(("a", "b")) == model.predict([{"text": "a"}, {"text": "b"}])
+    assert model.predict(data) == model.predict(data.read_text())
+    with pytest.raises(DataError, match="is empty"):
+        model.predict([])
     with pytest.raises(DataError, match="records must be"):
         model.predict({1, 2})
