@@ -118,6 +118,10 @@ DATA_WAIT_SHARE = 0.05
 """Least share of a step that the wait for its batch takes where the step counts as the loader's.
 Reasoned: half of the smallest change of a level. Too small: the loop's own delays hide steps. Too
 large: waits look like a slower plan."""
+LEAST_DATA_WAIT_S = 0.005
+"""Shorter waits do not count, in seconds: the loop itself may need as long to fetch a batch that is
+there. Reasoned. Too small: tiny steps count as the loader's. Too large: waits look like a slower
+plan."""
 NUM_PACE_STEPS, NUM_PACE_OTHERS = 8, 2
 """The loader sets the pace if all of this many newest steps but two waited for their data, and does
 not any more if all but two did not. Reasoned. Too few: single long waits hold up decisions. Too

@@ -175,7 +175,8 @@ class Controller:
             self._runtime.boundary(
                 self._observed(step),
                 times_s=[record.step_time_s for record in self._new],
-                data_waits_s=self._data_waits_s,
+                data_waits_s=[record.data_wait_s or 0.0 for record in self._new],
+                loads_more=self._trial is not None and self._rows > self._rows_before,
                 paused_s=self._paused_s,
                 losses=[record.loss for record in self._new],
                 is_compiled=self._is_compiled,
@@ -263,18 +264,9 @@ class Controller:
             lead_steps = 0.0 if time_s is None else constants.PHASE_LEAD_S / time_s
             self._changes.prepare(step, within_steps=max(self._settings.cooldown_steps, lead_steps))
 
-    @property
-    def _data_waits_s(self) -> list[float]:
-        """For how long new steps waited for data. A plan on trial that makes processes load more
-        rows than before is to blame for waits.
-        """
-        is_plans = self._trial is not None and self._rows > self._rows_before
-        return [0.0 if is_plans else record.data_wait_s or 0.0 for record in self._new]
-
     def _observed(self, step: int) -> Observation:
         """The observation at the boundary after `step`, in process 0."""
         observation = self._signals.observe(step, self._reported())
-        observation = replace(observation, data_waits_s=tuple(self._data_waits_s))
         # What is compiled for a phase, or not wanted any more, takes the cores too.
         is_slowed = self._is_crowded or (self._shares_cores and self._switcher.is_compiling)
         return replace(observation, step_times_s=(), data_waits_s=()) if is_slowed else observation

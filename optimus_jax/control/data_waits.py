@@ -3,7 +3,7 @@
 Batches are loaded beside the devices' work. Where a step waits for its batch, the loader is slower
 than the plan, and under any faster plan steps take as long. What the plan itself needs is then
 unknown, but for that it is no more. So these steps count neither for the level of step times, nor
-in a trial; and while most steps are of this kind, no switch is made by choice.
+in a trial; and while most steps are of this kind, no switch is decided on by choice.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ def waited(times_s: Sequence[float], data_waits_s: Sequence[float]) -> tuple[boo
         return (False,) * len(times_s)
     return tuple(
         [
-            wait_s >= constants.DATA_WAIT_SHARE * time_s
+            wait_s >= max(constants.DATA_WAIT_SHARE * time_s, constants.LEAST_DATA_WAIT_S)
             for time_s, wait_s in zip(times_s, data_waits_s, strict=True)
         ]
     )

@@ -152,6 +152,7 @@ class Runtime:
         *,
         times_s: Sequence[float],
         data_waits_s: Sequence[float] = (),
+        loads_more: bool = False,
         losses: Sequence[float] = (),
         paused_s: float = 0.0,
         is_compiled: Callable[[], bool],
@@ -162,12 +163,20 @@ class Runtime:
           observation: the run's signals.
           times_s: times of the steps since the last boundary, in seconds.
           data_waits_s: for how long of each devices may have waited for a batch; empty: unknown.
+          loads_more: whether the plan on trial is to blame for waits, since processes load more
+            rows than under the plan before.
           losses: their losses.
           paused_s: how long training has paused meanwhile for a compilation.
           is_compiled: whether this process has compiled the pending plan, or failed to.
         """
         self.steps_done(
-            observation.step, observation.time_s, times_s, losses, paused_s, data_waits_s
+            observation.step,
+            observation.time_s,
+            times_s,
+            losses,
+            paused_s,
+            data_waits_s,
+            loads_more=loads_more,
         )
         trial = self.state.trial
         if trial and trial.verdict and not trial.verdict.keep:
@@ -184,16 +193,19 @@ class Runtime:
         losses: Sequence[float] = (),
         paused_s: float = 0.0,
         data_waits_s: Sequence[float] = (),
+        *,
+        loads_more: bool = False,
     ) -> None:
         """Steps are done, without a question to the policy; arguments as for `boundary`."""
         flags = waited(times_s, data_waits_s)
-        self._data_waits.add(flags)
+        if self.state.stage is not Stage.PREPARING:  # the compiler may have slowed the loader
+            self._data_waits.add(flags)
         self._happened(
             StepsDone(
                 step=step,
                 time_s=time_s,
                 times_s=tuple(times_s),
-                waited=flags,
+                waited=() if loads_more else flags,
                 losses=tuple(losses),
                 paused_s=paused_s,
             )
@@ -315,6 +327,8 @@ class Runtime:
         )
         if answered is None:
             return
+        if self._was_late and answered.decision.plan is not None and _can_wait(answered.decision):
+            return  # the run has to leave its plan no more
         answers = replace(question, mandatory=answered.decision.mandatory)
         cooled_step = self._rules.cool_until(state, slowed)
         if self._rules.blocked(state, answers, slowed) and cooled_step > state.step:
@@ -322,19 +336,12 @@ class Runtime:
         self._happened(answered)
 
     def _pace_changed(self, step: int) -> None:
-        """Say that the loader sets the pace, and prepare no switch meanwhile; or ask again."""
-        if not self._was_late:
-            self._happened(News(question=Question(trigger="data come in time again")))
-            return
-        why = "steps wait for data, so under another plan they would take as long"
-        decision = Decision(step=step, action="stay", plan=None, why=why)
-        question, pending = self.state.question, self.state.pending
-        concerned = [question, pending and pending.decision]
-        is_by_choice = [each is None or _can_wait(each) for each in concerned]
-        if pending is not None and self.state.stage is not Stage.CANARY and all(is_by_choice):
-            self._happened(Decided(decision=decision))  # withdraws it
+        """Say that the loader sets the pace, or look again."""
+        if self._was_late:
+            why = "steps wait for data, so under another plan they would take as long"
+            self._announce(Decision(step=step, action="stay", plan=None, why=why))
         else:
-            self._announce(decision)
+            self._happened(News(question=Question(trigger="data come in time again")))
 
     def _without_tax(self, observation: Observation) -> Observation:
         """The observation with step times as they would be without the run's own compilation."""

@@ -96,6 +96,7 @@ class Signals:
         self._windows: dict[str, Window] = {}
         self._loss_slope = LossSlope(settings.window_steps)
         self._step_times_s: list[float] = []
+        self._data_waits_s: list[float] = []
         self._is_probed_anew = False
         self._settled()
 
@@ -114,6 +115,7 @@ class Signals:
         """Record a finished step."""
         now_s = self._clock()
         self._step_times_s.append(record.step_time_s)
+        self._data_waits_s.append(record.data_wait_s or 0.0)
         self._add(STEP_TIME_S, record.step_time_s, now_s)
         if record.data_wait_s is not None:
             self._add(DATA_WAIT_S, record.data_wait_s, now_s)
@@ -135,10 +137,12 @@ class Signals:
         readings = {name: window.reading(now_s) for name, window in self._windows.items()}
         readings[LOSS_SLOPE] = self._loss_slope.reading()
         step_times_s, self._step_times_s = tuple(self._step_times_s), []
+        data_waits_s, self._data_waits_s = tuple(self._data_waits_s), []
         return Observation(
             step=step,
             time_s=now_s,
             step_times_s=step_times_s,
+            data_waits_s=data_waits_s,
             readings=readings,
             global_batch=self._global_batch,
             seq_len=self._seq_len,
@@ -205,6 +209,7 @@ class Signals:
             self._forget(self.batches.signals)
         self._global_batch, self._seq_len, self._rounds = global_batch, seq_len, rounds
         self._step_times_s.clear()
+        self._data_waits_s.clear()
         self._forget(OF_MEMORY)
         # The samples of mesh axes belong to the old mesh. Those of links (`intra_host`,
         # `inter_host`) stay valid, unless the links were measured several times on the new mesh.

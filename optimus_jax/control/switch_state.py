@@ -144,7 +144,7 @@ class Trial:
     @property
     def first_steps_s(self) -> float:
         """How much longer the first step took than the median of the others, in seconds."""
-        first, *others = self.times_s or (0.0,)
+        first, *others = self.own_s or (0.0,)
         return max(0.0, first - statistics.median(others)) if others else 0.0
 
     @property

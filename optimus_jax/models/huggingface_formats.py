@@ -599,7 +599,7 @@ def format_of(model: ModelConfig) -> HuggingFaceFormat:
             explain(
                 f"no class of transformers for {model.family} has a label of each {model.labelled}",
                 given=f"model.labels={','.join(model.labels)}",
-                do="use a model of the family bert or electra",
+                do="use a model of the family bert, megatron-bert or electra",
             )
         )
     return hf_format.with_label_head(head)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from optimus_jax.control.data_waits import waited
 from optimus_jax.errors import counted
 from optimus_jax.report.components import (
     AT,
@@ -183,17 +184,16 @@ def _recent_time(steps: Sequence[StepRecord]) -> str:
 
 
 def _waits(steps: Sequence[StepRecord]) -> list[tuple[str, Cell]]:
-    """The share of the steps' time in which the loop waited for data; empty: unknown."""
+    """The share of the steps that waited for their data; empty: unknown."""
     known = [
-        (step.data_wait_s, step.step_time_s)
+        (step.step_time_s, step.data_wait_s)
         for step in steps
         if is_finite_number(step.data_wait_s) and is_finite_number(step.step_time_s)
     ]
-    step_s = sum(time_s for _, time_s in known)
-    if step_s <= 0:
+    if not known:
         return []
-    waited_s = sum(wait_s for wait_s, _ in known)
-    return [("waiting for data, of that time", format_percent(waited_s / step_s))]
+    share = sum(waited(*zip(*known, strict=True))) / len(known)
+    return [("of these, steps that waited for data", format_percent(share))]
 
 
 def _utc(time_s: float | None) -> str:

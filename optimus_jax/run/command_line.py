@@ -33,7 +33,6 @@ from optimus_jax.system.resilient_io import (
     open_closed_streams,
     raising_output_errors,
 )
-from optimus_jax.training.tasks import named_tasks
 
 LIST = "list"
 """Value of --set that asks for all settings, and of the flags in NAMED for their names."""
@@ -42,10 +41,17 @@ SETTINGS = "--settings"
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
 
+
+def _task_names() -> list[str]:
+    from optimus_jax.training.tasks import named_tasks  # imports JAX, which no parser needs
+
+    return [name for name, _ in named_tasks()]
+
+
 NAMED: dict[str, Callable[[], Iterable[str]]] = {
     "model": lambda: PRESETS,
     "recipe": lambda: (f"{name}  {each.source}" for name, each in RECIPES.items()),
-    "task": lambda: (name for name, _ in named_tasks()),
+    "task": _task_names,
 }
 """What a flag can name, a line each."""
 

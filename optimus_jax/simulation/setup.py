@@ -158,13 +158,14 @@ class Truth:
     def _tried(self, setup: Setup) -> Setup:
         """The setup after the trials: with their step times, and the fastest plan as the first.
 
-        Links and devices are as when the run begins.
+        Links and devices are as when the run begins; trials have their data.
         """
         random, noise = (
             np.random.default_rng([self.seed, 5]),
             setup.scenario.misfit.noise / math.sqrt(TRIAL_STEPS),
         )
-        conditions = replace(setup.timeline(self.seed).at(0.0), lost=frozenset(), taken=0.0)
+        conditions = setup.timeline(self.seed).at(0.0)
+        conditions = replace(conditions, lost=frozenset(), taken=0.0, wait_s=0.0)
         times_s = {
             plan: (
                 self.world.step_time_s(

@@ -160,9 +160,12 @@ class Simulation:
         base_s, end_s = self._step_time_s(index), self.timeline.end_s(index)
         if math.isinf(base_s):
             return False
+        wait_s = self.world.data_wait_s(self.place, self.timeline.conditions(index), self.phase)
         preparation = self._preparation
         if preparation is not None and self.time_s < preparation.ready_s:
-            base_s *= self.setup.scenario.switching.compile_slowdown
+            own_s = (base_s - wait_s) * self.setup.scenario.switching.compile_slowdown
+            wait_s = max(0.0, base_s - own_s)
+            base_s = own_s + wait_s
             end_s = min(end_s, preparation.ready_s)
         sums, first, limit = self.truth.noise_sums, self.step, self._limit()
         # Do the steps that begin before the end. A step in which conditions change keeps the old
@@ -182,10 +185,7 @@ class Simulation:
         if last - first <= window:
             times_s[0] += self._first_step_s
         self._first_step_s = 0.0
-        self._new_s = times_s
-        self._new_wait_s = self.world.data_wait_s(
-            self.place, self.timeline.conditions(index), self.phase
-        )
+        self._new_s, self._new_wait_s = times_s, wait_s
         if self.options.every is not None:
             self._times_s += times_s
             self._waits_s += [self._new_wait_s] * len(times_s)

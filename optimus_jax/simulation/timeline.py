@@ -40,7 +40,7 @@ class ClusterConditions:
     taken: float = 0.0
     """Share of every device's memory that something else takes."""
     wait_s: float = 0.0
-    """Seconds that each step waits for its batch, as `DataEvent.wait_s`."""
+    """Seconds for which steps of the first plan, in normal conditions, wait for their batch."""
     lost: frozenset[int] = frozenset()
     """Devices that are lost."""
     reported: frozenset[int] = frozenset()

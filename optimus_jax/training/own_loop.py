@@ -165,7 +165,7 @@ class TrainingLoop:
         asked = AGREED.index(trainer.requested_stop), 0
         agreed = (0, 0) if self._agree is None else self._agree(*asked)
         before = self._pending
-        self._pending = PendingStep(upcoming, metrics, agreed, None)
+        self._pending = PendingStep(upcoming, metrics, agreed, None, data_wait_s=None)
         if before is not None:
             self._record(before)
         trainer.poll_saves()
@@ -273,9 +273,9 @@ class TrainingLoop:
             self._record(pending)
 
     def _record(self, item: PendingStep) -> None:
-        self._last_loss, self._clock = self._trainer.record(item, self._clock)
+        self._last_loss, self._clock, asked = self._trainer.record(item, self._clock)
         if self._reason == "done":
-            self._reason = AGREED[int(item.agreed[0])]
+            self._reason = AGREED[asked]
 
 
 def _described(batch: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -137,19 +137,17 @@ class Trainer:
             while step < config.steps and reason == "done":
                 asked_at = time.perf_counter()
                 upcoming, host_batch = next(batches)
-                waited_s, own_wait_s = time.perf_counter() - asked_at, 0.0
-                if pending is None or pending.finished_at is not None:
-                    own_wait_s = waited_s
-                else:
+                waited_s, before_s = time.perf_counter() - asked_at, 0.0
+                if pending is not None and pending.finished_at is None:
                     # Devices that still work have not waited. If they have ended, the wait is in
                     # the time of the step that they have done.
                     waited_s = waited_s if _is_ready(pending.metrics["loss"]) else 0.0
-                    pending = replace(pending, data_wait_s=waited_s)
+                    before_s, pending = waited_s, replace(pending, data_wait_s=waited_s)
                 batch = self.program.put_batch(host_batch)
                 if agree is None:
                     if is_slow and pending is not None:
                         before = clock
-                        last_loss, clock = self.record(pending, clock)
+                        last_loss, clock, _ = self.record(pending, clock)
                         pending, is_slow = None, clock - before >= SLOW_STEP_S
                     if (reason := self._stop_before(upcoming)) != "done":
                         break
@@ -157,7 +155,7 @@ class Trainer:
                     self.stop.begins(upcoming)
                 if self.profiler is not None and self.profiler.begins_after(step):
                     self.begin_profile(step)  # nothing is pending: the devices are idle
-                    clock, waited_s, own_wait_s = time.perf_counter(), 0.0, 0.0
+                    clock, waited_s, before_s = time.perf_counter(), 0.0, 0.0
                 has_ended = pending is not None and _is_ready(pending.metrics["loss"])
                 called_at = time.perf_counter()
                 self.progress.enter(upcoming)
@@ -206,14 +204,21 @@ class Trainer:
                     )
                 waiting = [
                     pending,
-                    PendingStep(step, metrics, agreed, finished_at, data_wait_s=own_wait_s),
+                    PendingStep(
+                        step,
+                        metrics,
+                        agreed,
+                        finished_at,
+                        data_wait_s=waited_s - before_s,
+                        before_s=before_s,
+                    ),
                 ]
                 pending = None if reads_now else waiting.pop()
                 for item in filter(None, waiting):
                     before = clock
-                    last_loss, clock = self.record(item, clock)
+                    last_loss, clock, asked = self.record(item, clock)
                     is_slow = clock - before >= SLOW_STEP_S
-                    reason = AGREED[max(AGREED.index(reason), int(item.agreed[0]))]
+                    reason = AGREED[max(AGREED.index(reason), asked)]
                 if self.profiler is not None and self.profiler.ends_after(step):
                     self.end_profile(step)
                 self.poll_saves()
@@ -245,7 +250,7 @@ class Trainer:
                 if reads_now:
                     clock = time.perf_counter()
             if pending is not None:
-                last_loss, clock = self.record(pending, clock)
+                last_loss, clock, _ = self.record(pending, clock)
             self.end_profile(step)
         except Exception as error:
             self.save_after_error(state, step, error)
@@ -360,9 +365,11 @@ class Trainer:
     def _config(self) -> Config:
         return self.program.config
 
-    def record(self, item: "PendingStep", clock: float) -> tuple[float, float]:
-        """Record a step; returns its loss and the time at which it finished."""
-        metrics = jax.device_get(item.metrics)
+    def record(self, item: "PendingStep", clock: float) -> tuple[float, float, int]:
+        """Record a step; returns its loss, the time at which it finished, and the index into AGREED
+        of what processes have asked for.
+        """
+        metrics, (asked, longest_ms) = jax.device_get((item.metrics, item.agreed))
         now = time.perf_counter() if item.finished_at is None else item.finished_at
         seconds = now - clock
         tokens = int(metrics["tokens"])
@@ -388,7 +395,11 @@ class Trainer:
             metrics={
                 name: float(value) for name, value in metrics.items() if name not in STEP_METRICS
             },
-            data_wait_s=max(item.data_wait_s, int(item.agreed[1]) / 1000),
+            data_wait_s=(
+                None
+                if item.data_wait_s is None
+                else max(item.data_wait_s, int(longest_ms) / 1000 - item.before_s)
+            ),
         )
         self.stop.ended(item.step)
         self.run.log_step(record)
@@ -400,7 +411,7 @@ class Trainer:
         self.learning.step(record)
         if self.learning.rises(item.step, self._config.optimizer.loss_rise):
             self._warn_loss_rise(item.step)
-        return record.loss, now
+        return record.loss, now, int(asked)
 
     def count_flops(self) -> None:
         """Count the model's FLOPs now, and not while a step is timed."""
@@ -601,9 +612,11 @@ class PendingStep:
     finished_at: float | None
     """Time on the trainer's clock, if the step had finished when dispatch returned; None: known
     when its metrics are read."""
-    data_wait_s: float = 0.0
+    data_wait_s: float | None
     """For how long devices may have waited, in this step's time and as this process knows: for the
-    step's own batch, or for the next one if it was not known before when the step had finished."""
+    step's own batch, or for the next one if the step had ended unnoticed before. None: unknown."""
+    before_s: float = 0.0
+    """For how long they may have waited for this step's batch in the time of the step before."""
 
 
 def _estimated_end(called_at: float, finished_at: float | None) -> float | None:

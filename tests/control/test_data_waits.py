@@ -11,7 +11,7 @@ from optimus_jax.control.data_waits import DataWaits, waited
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.runtime import Policy, Runtime
 from optimus_jax.control.signals import Observation
-from optimus_jax.control.switch_state import Question, SwitchRules
+from optimus_jax.control.switch_state import Decided, Question, SwitchRules
 
 OLD, NEW = PLANS[:2]
 
@@ -62,6 +62,7 @@ class Run:
 
     def __init__(self, policy, ready=8):
         self.sent, self.announced, self.step, self.ready = [], [], 0, ready
+        self.loads_more = False
         self.runtime = Runtime(
             policy,
             SwitchRules(settings=ControlConfig(canary_steps=5), num_steps=1000),
@@ -85,6 +86,7 @@ class Run:
                 ),
                 times_s=(time_s,),
                 data_waits_s=(wait_s,),
+                loads_more=self.loads_more,
                 losses=(1.0,),
                 is_compiled=lambda: self.step >= self.ready,
             )
@@ -123,19 +125,29 @@ def test_the_policy_sees_no_steps_that_waited():
     assert policy.times_s == [1.0, 1.0, 1.0, 1.1]
 
 
-def test_a_switch_by_choice_is_withdrawn_when_steps_wait_for_data():
-    run = Run(Scripted(step_8=switch()), ready=100).go(8, 1.0)
-    assert run.sent == ["prepare"]
-    run.go(8, 2.0, 1.0)
-    assert run.sent == ["prepare", "withdraw"]
-    assert "steps wait for data" in run.announced[-1]
-
-
-@pytest.mark.parametrize("fields", [{"mandatory": True}, {"at_step": 90}])
-def test_other_switches_are_not(fields):
+@pytest.mark.parametrize("fields", [{}, {"mandatory": True}, {"at_step": 90}])
+def test_a_switch_that_was_decided_on_goes_on(fields):
+    """Steps beside a compilation say nothing: it may have slowed the loader."""
     run = Run(Scripted(step_8=switch(**fields)), ready=100).go(8, 1.0).go(8, 2.0, 1.0)
     assert run.sent == ["prepare"]
-    assert "steps wait for data" in run.announced[-1]
+    assert not run.announced[1:]
+
+
+def test_what_a_mandatory_question_is_answered_by_choice_is_not_done_while_data_are_late():
+    policy = Scripted()
+    policy.answer = lambda *_, **__: Decided(decision=switch())
+    run = Run(policy).go(8, 2.0, 1.0)
+    question = Question(trigger="a test", mandatory=True)
+    run.runtime.state = replace(run.runtime.state, questions=(question,))
+    assert run.go(1, 2.0, 1.0).sent == []
+
+
+def test_waits_count_against_a_plan_that_makes_processes_load_more():
+    run = Run(Scripted(step_8=switch())).go(9, 1.0)
+    run.runtime.move_begun()
+    run.runtime.moved(NEW, {"move_s": 1.0})
+    run.loads_more = True
+    assert run.go(6, 1.5, 0.75).sent[-1] == "roll_back"
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def test_the_report_of_a_run_without_decisions(tmp_path):
     shown = Reader(run_report(run.path))
     for words in (
         "peak 3 GiB",
-        "waiting for data, of that time\n25.0%",
+        "of these, steps that waited for data\n100.0%",
         "switches",
     ):
         assert words in shown.words

@@ -273,15 +273,33 @@ def test_devices_that_still_work_when_a_batch_comes_have_not_waited(
         **{"checkpoint.every": 0},
     )
 
-    def device_get(metrics):
-        while not metrics["loss"].is_ready():
+    def device_get(found):
+        while not found[0]["loss"].is_ready():
             loop.clock.wait(0.01)
-        return metrics
+        return found
 
     monkeypatch.setattr(trainer_module.jax, "device_get", device_get)
     loop.train()
     waits_s = [record.data_wait_s for record in loop.records]
     assert waits_s[1:3] == pytest.approx([LOAD_S if device_s < LOAD_S else 0.0] * 2)
+
+
+@pytest.mark.parametrize("several_processes", [True, False])
+def test_a_wait_counts_once(monkeypatch, several_processes):
+    loop = Loop(monkeypatch, several_processes=several_processes, evaluate=lambda *_: (1.0, 1))
+    batches = loop.trainer.loader.iterate
+
+    def late(first):
+        for step, batch in batches(first):
+            if step == 5:
+                loop.clock.wait(7.0)
+            yield step, batch
+
+    loop.trainer.loader.iterate = late
+    loop.train()
+    waits_s = [record.data_wait_s for record in loop.records]
+    assert sum(waits_s) == pytest.approx(7.0 + 6 * LOAD_S)
+    assert sorted(waits_s)[-2] == pytest.approx(LOAD_S)
 
 
 def stopped(monkeypatch, capfd, number, *, at=4, **settings):
