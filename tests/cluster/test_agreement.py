@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from optimus_jax.cluster import distributed
-from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_peer_failure
+from optimus_jax.cluster.distributed import (
+    Agreement,
+    all_or_none,
+    assert_same_everywhere,
+    is_peer_failure,
+)
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
 
 
@@ -79,6 +84,13 @@ def test_an_error_of_one_process_is_raised_by_all(
     assert getattr(caught, "raised_by_all_processes", None) == raised_by_all_processes
     if own_error is None and other_error is not None:
         assert "given: process 1 of 2" in str(caught)
+
+
+def test_the_largest_of_each_number_is_agreed_on():
+    """Each device brings its process's numbers; here all are of one process."""
+    agree = Agreement(jax.make_mesh((8,), ("data",)))
+    assert np.asarray(agree(2, 1500)).tolist() == [2, 1500]
+    assert np.asarray(agree(0, 0)).tolist() == [0, 0]
 
 
 def caused(error, cause):

@@ -215,6 +215,25 @@ def test_undisturbed_scenarios_do_not_slow_the_first_plan(name):
     assert worst == normal
 
 
+def test_late_batches_are_loaded_beside_steps_so_that_a_faster_plan_waits_longer():
+    made = truth(misfit=EXACT)
+    world, first = made.world, made.world.first
+    late = replace(NORMAL, wait_s=0.5)
+    slower = replace(late, slow=tuple((device, 3.0) for device in first.devices))
+    usual_s = world.step_time_s(first, NORMAL, 0)
+    assert world.step_time_s(first, late, 0) == pytest.approx(usual_s + 0.5)
+    assert world.data_wait_s(first, late, 0) == pytest.approx(0.5)
+    plans = [each.plan for each in search(PRICING).best]
+    for plan in plans:
+        place = PlacedPlan(plan, tuple(range(plan.num_devices)))
+        own_s = world.step_time_s(place, NORMAL, 0)
+        step_s = world.step_time_s(place, late, 0)
+        assert step_s == pytest.approx(max(own_s, usual_s + 0.5))
+        assert world.data_wait_s(place, late, 0) == pytest.approx(step_s - own_s)
+    slow_s = world.step_time_s(first, replace(slower, wait_s=0.0), 0)
+    assert world.step_time_s(first, slower, 0) == pytest.approx(max(slow_s, usual_s + 0.5))
+
+
 def test_a_straggler_slows_plans_that_include_its_host():
     made = truth(
         {"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}, misfit=EXACT
