@@ -181,13 +181,17 @@ class Pieces:
         """Number of tokens that count before each, and in all: int64 [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
-    def _ranges_in(self, texts: np.ndarray, seq_len: int) -> np.ndarray:
+    def _ranges_in(self, texts: np.ndarray, sizes: np.ndarray, seq_len: int) -> np.ndarray:
         """The tokens of some texts that an example of this length holds, in ranges from the first
         token of each: int64 [T, R, 2].
+
+        Args:
+          texts: their numbers, int64 [T].
+          sizes: `sizes_in` of these, int64 [T].
         """
         if self.labels is not None:
-            return self.labels.ranges(texts, self.sizes[texts], seq_len)
-        sizes = self.sizes_in(seq_len)[texts]
+            whole = self.starts[texts + 1] - self.starts[texts]
+            return self.labels.ranges(texts, whole, seq_len)
         return np.stack([np.zeros_like(sizes), sizes], -1)[:, None]
 
     def _counted_in(self, seq_len: int) -> np.ndarray:
@@ -195,7 +199,7 @@ class Pieces:
         if self.labels is not None and self.labels.at_last:
             return np.diff(self._sums[self.starts])
         sums = self._sums
-        ranges = self._ranges_in(np.arange(self.num_texts), seq_len)
+        ranges = self._ranges_in(np.arange(self.num_texts), self.sizes_in(seq_len), seq_len)
         begins = (self.starts[:-1] + self._ahead)[:, None]
         return (sums[begins + ranges[..., 1]] - sums[begins + ranges[..., 0]]).sum(1)
 
@@ -260,7 +264,8 @@ class Pieces:
             pieces = used[packing[int(example)]]
             parts = pieces[:, None] * self.group_size + np.arange(self.group_size)
             texts = parts.reshape(-1)
-            for text, ranges in zip(texts, self._ranges_in(texts, seq_len), strict=True):
+            all_ranges = self._ranges_in(texts, sizes[texts], seq_len)
+            for text, ranges in zip(texts, all_ranges, strict=True):
                 size, start = int(sizes[text]), int(self.starts[text])
                 here = (row, slice(place, place + size))
                 taken = start + np.concatenate([np.arange(*each) for each in ranges])

@@ -261,6 +261,17 @@ def test_conversations_share_examples_without_being_split():
         assert array.shape == (2, 6)
 
 
+def test_all_sizes_are_looked_at_once_in_a_batch(monkeypatch):
+    data, found = numbers(*[4] * 16), []
+    data.packing(6)
+    sizes = Pieces.sizes.fget
+    monkeypatch.setattr(Pieces, "sizes", property(lambda it: (found.append(it), sizes(it))[1]))
+    data.cut_examples(np.arange(1), seq_len=6, respect_documents=True)
+    num_of_one = len(found)
+    data.cut_examples(np.arange(8), seq_len=6, respect_documents=True)
+    assert len(found) == 2 * num_of_one
+
+
 def test_long_conversations_are_truncated_or_dropped_and_counted():
     """One that fits with its last target, two that do not; of one of these nothing remains."""
     counts = [1] * 7 + [1] * 8 + [0] * 7 + [1, 1]
