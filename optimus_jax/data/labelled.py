@@ -84,7 +84,7 @@ class LabelReader(RecordReader):
 
     label_field: str
     second_field: str | None = None
-    """Name of the second text; None: there is one text."""
+    """Name of the second text, which is empty where it is null; None: there is one text."""
     reads_words: bool = False
     """Whether records are lists of words."""
 
@@ -103,8 +103,10 @@ class LabelReader(RecordReader):
         value, label = record[self.text_field], record[self.label_field]
         if not self.reads_words:
             second = None if self.second_field is None else record[self.second_field]
-            for name, text in ((self.text_field, value), (self.second_field, second or "")):
-                if not isinstance(text, str):
+            if self.second_field is not None and second is None:
+                second = ""  # so that all texts of the data have one
+            for name, text in ((self.text_field, value), (self.second_field, second)):
+                if name is not None and not isinstance(text, str):
                     raise NotLabelledError(f"{name!r} is {kind_of_value(text)}, not a text")
             return LabelledText(value, second, self._label(label))
         for name, each in ((self.text_field, value), (self.label_field, label)):

@@ -70,6 +70,19 @@ def test_two_texts_have_one_label_and_two_types(tmp_path):
     assert row["types"][here].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_a_second_text_that_is_null_is_empty(tmp_path):
+    records = [{"text": "ab", "after": after, "label": n} for n, after in enumerate([None, "cd"])]
+    data = load(tmp_path / "a.jsonl", records, second_text_field="after")
+    row = row_of(data)
+    assert row["tokens"][row["segments"] == 0].tolist() == [EOS, *b"ab", EOS, EOS]
+    assert row["tokens"][row["segments"] == 1].tolist() == [EOS, *b"ab", EOS, *b"cd", EOS]
+    assert data.train.count_targets(6) == 2
+    with pytest.raises(DataError, match="'after' is a number, not a text"):
+        load(
+            tmp_path / "b.jsonl", [records[0] | {"after": 0}, records[1]], second_text_field="after"
+        )
+
+
 def test_words_have_labels_at_their_first_tokens(tmp_path):
     words, labels = ["the", "big", "dog"], ["det", "adj", "noun"]
     data = load(
