@@ -15,7 +15,9 @@ from optimus_jax.models.families import features_of, has_window, rotated_dims, t
 from optimus_jax.models.huggingface import config_from_huggingface
 from optimus_jax.models.huggingface_formats import HUGGING_FACE_FORMATS, family_format
 
-OF_IMAGES = ("pixel_mean", "pixel_std", "resize", "keep_aspect", "resample")
+IMAGE_SCALING = ("resize", "keep_aspect", "resample")
+"""Fields of ModelConfig that say how an image is made as large as the model reads."""
+OF_IMAGES = ("pixel_mean", "pixel_std", *IMAGE_SCALING)
 NOT_PART_OF_A_MODEL = ("name", "dropout", "family", "features", *OF_IMAGES)
 """Fields of ModelConfig that are compared not at all, by what they mean, or that another file has
 (weights/image_processor.py)."""

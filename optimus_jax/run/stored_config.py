@@ -15,6 +15,7 @@ from optimus_jax.config.request import FIXED_FOR_A_RUN, KNOWN_BY_CONTENT
 from optimus_jax.config.settings import compared_settings, setting_names, value_of
 from optimus_jax.errors import CheckpointError, explain
 from optimus_jax.models.families import features_of
+from optimus_jax.models.huggingface_config import IMAGE_SCALING
 from optimus_jax.run.resumed_config import UNSET, config_with_derived
 from optimus_jax.run_directory.run_data import NOT_COMPARABLE
 
@@ -32,9 +33,14 @@ CHANGEABLE = (
 )
 """Sections that affect the computation but may change on resume; changes are reported."""
 
-NOT_IN_WEIGHTS = ("model.dropout", "model.init_std", *setting_names(Tuning, "model.tuning."))
-"""Settings of a model that concern only training and the draw of new parameters, and its
-adapters: parameters of a model with others, or with none, can be used."""
+NOT_IN_WEIGHTS = (
+    "model.dropout",
+    "model.init_std",
+    *(f"model.{name}" for name in IMAGE_SCALING),
+    *setting_names(Tuning, "model.tuning."),
+)
+"""Settings of a model that concern only training and the draw of new parameters, the scaling of
+images, and its adapters: parameters of a model with others, or with none, can be used."""
 EVALUATION_DATA = {"data.eval_fraction", "data.respect_documents"}
 """Data settings that determine which tokens are evaluated, and with what attention mask."""
 

@@ -11,7 +11,12 @@ from optimus_jax.config import Config
 from optimus_jax.config.presets import model_preset
 from optimus_jax.config.settings import setting_names
 from optimus_jax.errors import CheckpointError
-from optimus_jax.run.stored_config import check_stored_config, describe_changes, saved_config
+from optimus_jax.run.stored_config import (
+    check_stored_config,
+    describe_changes,
+    differing_models,
+    saved_config,
+)
 
 SAVED = Config(model=model_preset("llama3.2-1b"))
 METADATA = {"config": SAVED.to_json(derived={"optimizer.lr": 3e-4, "precision.compute": "bf16"})}
@@ -69,6 +74,14 @@ def test_every_model_field_except_the_name_is_compared():
         "resample",
         "generator",
     }, "sizes, and these for images, are compared as num_layers is"
+
+
+def test_weights_do_not_depend_on_how_images_are_scaled():
+    saved = model_preset("vit-nano")
+    scaling = {"resize": saved.image_size + 4, "keep_aspect": True, "resample": "bicubic"}
+    assert not differing_models(saved, dataclasses.replace(saved, **scaling))
+    other = dataclasses.replace(saved, pixel_mean=(0.25,) * saved.num_channels)
+    assert [*differing_models(saved, other)] == ["model.pixel_mean"]
 
 
 def test_another_generator_is_refused():
