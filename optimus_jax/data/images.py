@@ -19,7 +19,7 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.encoded_files import EncodedFile, opened, read
+from optimus_jax.data.encoded_files import EncodedFile, opened
 from optimus_jax.data.labelled import names_of_labels
 from optimus_jax.data.named_files import (
     SHARD,
@@ -240,12 +240,12 @@ def _images_in(
             for name, data, labels in rows_of_table(file, columns, "images"):
                 yield StoredImage(str(inside / name), data, _label_in(*labels))
         elif file.suffix == SHARD:
-            for name, parts in samples_in_shard(file, "images"):
+            texts = () if label_field is None else (LABEL_PART,)
+            for name, parts, said in samples_in_shard(file, "images", texts=texts):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
                 if data is not None:
-                    wanted = LABEL_PART in parts and label_field is not None
-                    label = read(parts[LABEL_PART]).decode(errors="replace") if wanted else ""
-                    yield StoredImage(str(inside / name), data, label.strip() or None)
+                    label = said.get(LABEL_PART, b"").decode(errors="replace").strip()
+                    yield StoredImage(str(inside / name), data, label or None)
         elif file != Path(source):
             label = None if label_field is None else next(iter(inside.parts), None)
             yield StoredImage(str(inside / file.name), file, label)

@@ -4,9 +4,10 @@ import hashlib
 import io
 import os
 import tarfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -175,39 +176,43 @@ def files_of(
     return files, [f"{left_out} in {source} left out, where {', '.join(read)} are read: {kinds}"]
 
 
-def samples_in_shard(path: Path, what: str) -> Iterator[tuple[str, dict[str, EncodedFile]]]:
+def samples_in_shard(
+    path: Path, what: str, *, texts: Collection[str] = ()
+) -> Iterator[tuple[str, dict[str, EncodedFile], dict[str, bytes]]]:
     """Names and parts of the samples in a tar file, as WebDataset has them: members in a row whose
     names are alike up to the first dot, by what follows it. Parts are ranges of the file, or bytes
-    if it is compressed.
+    if it is compressed; those that are texts are bytes, and apart from the others.
 
     Args:
       what: what the samples are, for messages.
+      texts: names of the parts that are read at once.
     Raises:
       DataError: the file is damaged.
     """
     try:
         with tarfile.open(path) as shard:
             is_plain = isinstance(shard.fileobj, io.BufferedReader)
-            name, parts = "", dict[str, EncodedFile]()
+            name, parts, said = "", dict[str, EncodedFile](), dict[str, bytes]()
             for member in shard:
                 if not member.isfile():
                     continue
                 folder, _, file = member.name.rpartition("/")
                 stem, _, suffix = file.partition(".")
-                key = f"{folder}/{stem}".lstrip("/")
-                if key != name and parts:
-                    yield f"{path.name}, {name}", parts
-                    parts = {}
-                name, part = key, FileRange(path, member.offset_data, member.size)
-                if not is_plain or member.issparse():
+                key, part = f"{folder}/{stem}".lstrip("/"), suffix.lower()
+                if key != name and (parts or said):
+                    yield f"{path.name}, {name}", parts, said
+                    parts, said = {}, {}
+                name = key
+                if part in texts or not is_plain or member.issparse():
                     content = shard.extractfile(member)
                     assert content is not None, "of a file"
-                    parts[suffix.lower()] = content.read()
+                    into = said if part in texts else parts
+                    into[part] = content.read()
                 else:
-                    parts[suffix.lower()] = part
-            if parts:
-                yield f"{path.name}, {name}", parts
-    except (OSError, tarfile.TarError) as error:
+                    parts[part] = FileRange(path, member.offset_data, member.size)
+            if parts or said:
+                yield f"{path.name}, {name}", parts, said
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(
             explain(
                 f"a tar file of {what} cannot be read", given=f"{path}: {error}", do="replace it"

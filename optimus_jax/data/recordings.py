@@ -23,7 +23,7 @@ import numpy as np
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.model import COLUMNS_PER_FRAME, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.data.encoded_files import EncodedFile, opened, read
+from optimus_jax.data.encoded_files import EncodedFile, opened
 from optimus_jax.data.folders import walk
 from optimus_jax.data.named_files import (
     SHARD,
@@ -364,12 +364,12 @@ def recordings_in(
                 said = text if isinstance(text, str) else None
                 found.append(StoredRecording(str(inside / name), data, said))
         elif file.suffix == SHARD:
-            for name, parts in samples_in_shard(file, "recordings"):
+            for name, parts, beside in samples_in_shard(file, "recordings", texts=(TEXT_PART,)):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
                 if data is not None:
                     said = None
-                    if TEXT_PART in parts:
-                        said = read(parts[TEXT_PART]).decode("utf-8-sig", "replace").strip()
+                    if TEXT_PART in beside:
+                        said = beside[TEXT_PART].decode("utf-8-sig", "replace").strip()
                     found.append(StoredRecording(str(inside / name), data, said))
         elif _is_recording(file):
             name = str(inside / file.name)

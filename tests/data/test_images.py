@@ -174,9 +174,19 @@ def test_tar_files_have_images_and_their_labels(tmp_path):
     assert data.labels == ("cat", "dog")
     assert cut(data, 0, 1)["targets"][:, 0].tolist() == [1, 0]
     assert len(load(tmp_path / "a.tar", kind="unlabelled_images").train.items) == 3
-    (tmp_path / "b.tar").write_bytes(b"no tar")
-    with pytest.raises(DataError, match="a tar file of images cannot be read"):
-        load(tmp_path / "b.tar")
+    whole = (tmp_path / "a.tar").read_bytes()
+    for damaged in (b"no tar", whole[:600], gzip.compress(whole)[:-100]):
+        (tmp_path / "b.tar").write_bytes(damaged)
+        with pytest.raises(DataError, match="a tar file of images cannot be read"):
+            load(tmp_path / "b.tar")
+
+
+def test_labels_are_read_while_a_tar_file_is_open(tmp_path, monkeypatch):
+    tables_of(tmp_path)
+    monkeypatch.setattr(encoded_files, "read", lambda place: pytest.fail("opened once more"))
+    monkeypatch.setattr("pathlib.Path.open", lambda *_: pytest.fail("opened once more"))
+    items = load(tmp_path / "a.tar").train.items
+    assert [image.label for image in items] == list("0123456")
 
 
 def test_images_of_other_sizes_are_scaled(folder):
