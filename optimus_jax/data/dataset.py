@@ -377,7 +377,7 @@ class _SourceLoader:
                 "held_out_by": "documents",
             },
             labels=whole.labels,
-            notes=tuple(notes),
+            notes=(*notes, *whole.slow_notes()),
         )
 
     def _of_recordings(self, sources: tuple[str, ...], model: ModelConfig) -> Data:
@@ -416,7 +416,7 @@ class _SourceLoader:
                 "eos": tokenizer.eos,
                 "held_out_by": "documents",
             },
-            notes=tuple(notes),
+            notes=(*notes, *whole.slow_notes()),
         )
 
     def _reader(self) -> RecordReader:

@@ -1,21 +1,31 @@
 """Encoded images and recordings: files, ranges of files, cells of Parquet files, or bytes.
 
 A range is a member of a tar file, or a value of an Arrow file. A cell is read with its row group,
-the unit that Parquet files are read in; a process caches row groups of up to CACHE_BYTES.
-What is compressed otherwise (a tar file with gzip, a Feather file with LZ4) is held in memory.
+the unit that Parquet files are read in; a process caches row groups of up to CACHE_BYTES, and
+decodes others of up to DECODED_BYTES at once. What is compressed otherwise (a tar file with gzip, a
+Feather file with LZ4) is held in memory.
 
-Files are on this machine. Any number of threads may read at once.
+Files are on this machine. Any number of threads may ask at once.
 """
 
 import io
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from optimus_jax.errors import counted
+
 CACHE_BYTES = 2**31
 """Most bytes of row groups that a process caches, unless one row group has more."""
+DECODED_BYTES = 2**30
+"""Most bytes of row groups that a process decodes at once, besides those cached, unless one row
+group has more."""
+LARGE_BYTES = 2**26
+"""Bytes of a row group from which it is slow to decode it for one cell."""
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are decoded at once."""
 
@@ -77,6 +87,24 @@ def read(place: EncodedFile) -> bytes:
     return found
 
 
+def row_group_notes(places: Iterable[EncodedFile]) -> list[str]:
+    """What a user should know about Parquet files of which most cells are read with a large row
+    group, since the cache cannot hold all of them."""
+    sizes = Counter[tuple[Path, int]]()
+    for place in places:
+        if isinstance(place, ParquetCell):
+            sizes[place.path, place.row_group] += place.size
+    if sizes.total() <= max(CACHE_BYTES, LARGE_BYTES * len(sizes)):
+        return []
+    path, _ = max(sizes, key=sizes.__getitem__)
+    return [
+        f"Parquet files are read slowly: {counted(len(sizes), 'row group')} have"
+        f" {sizes.total() / 2**30:,.1f} GiB, of which {CACHE_BYTES / 2**30:g} GiB are cached, and"
+        f" one of {sizes.total() / len(sizes) / 2**20:,.0f} MiB is decoded for an example that is"
+        f" not; write them with smaller ones (row_group_size=100), such as {path}"
+    ]
+
+
 def bytes_of(value: object) -> bytes | None:
     """Those of a value of a table: bytes, or Hugging Face's object with `bytes`."""
     data = value.get("bytes") if isinstance(value, dict) else value
@@ -129,6 +157,30 @@ class _RowGroups:
 _ROW_GROUPS = _RowGroups()
 
 
+class ByteBudget:
+    """Bytes that threads use at the same time, each until it is done with them."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._used = most, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        """Waits until there is room for these bytes; what needs more than all waits to be alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + num_bytes <= self._most)
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= num_bytes
+                self._changed.notify_all()
+
+
+_DECODED = ByteBudget(DECODED_BYTES)
+
+
 def _values_beside(cell: ParquetCell) -> Any:
     """The values of the row group that a cell is in."""
     status = cell.path.stat()
@@ -141,7 +193,10 @@ def _read_row_group(wanted: _RowGroup) -> Any:
 
     try:
         metadata = _metadata(wanted.path, wanted.written)
-        with pyarrow.parquet.ParquetFile(wanted.path, metadata=metadata) as table:
+        with (
+            _DECODED.taken(metadata.row_group(wanted.number).total_byte_size),
+            pyarrow.parquet.ParquetFile(wanted.path, metadata=metadata) as table,
+        ):
             # In parts, since Arrow has no array of objects with more than 2 GiB.
             parts = table.iter_batches(
                 ROWS_AT_ONCE, row_groups=[wanted.number], columns=[wanted.column]

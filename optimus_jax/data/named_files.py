@@ -24,6 +24,7 @@ from optimus_jax.data.encoded_files import (
     FileRange,
     ParquetCell,
     bytes_of,
+    row_group_notes,
     size_of,
 )
 from optimus_jax.data.folders import walk
@@ -93,6 +94,10 @@ class FileExamples(ABC, Generic[Item]):
         for name, text, place in map(self.file_of, self.items):
             found.update(f"{name}\0{text}\0{size_of(place)}\n".encode())
         return found.hexdigest()
+
+    def slow_notes(self) -> list[str]:
+        """What a user should know about files that are read slowly."""
+        return row_group_notes(self.file_of(item).place for item in self.items)
 
     def mixed(self) -> Self:
         """The files in the order of the hashes of their names, in which the first ones are of all

@@ -4,6 +4,10 @@ import gzip
 import io
 import shutil
 import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -307,6 +311,58 @@ def test_row_groups_are_cached_until_there_are_too_many(tmp_path, monkeypatch):
     for number in (0, 3, 1, 6, 0, 3):
         encoded_files.read(places[number])
     assert asked == [0, 1, 2, 1], "the one that was used longest ago is read again"
+
+
+def test_row_groups_are_decoded_while_there_is_room(tmp_path, monkeypatch):
+    tables_of(tmp_path)
+    places = [image.place for image in load(tmp_path / "a.parquet").train.items]
+    taken = []
+
+    class Budget(encoded_files.ByteBudget):
+        def taken(self, num_bytes):
+            taken.append(num_bytes)
+            return super().taken(num_bytes)
+
+    monkeypatch.setattr(encoded_files, "_DECODED", Budget(1))
+    monkeypatch.setattr(encoded_files, "_ROW_GROUPS", encoded_files._RowGroups())
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(encoded_files.read, places)] == [encoded(number) for number in range(7)]
+    assert len(taken) == 3
+    assert min(taken) > len(encoded(6))
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(4, 2), (9, 1)])
+def test_a_budget_bounds_what_threads_use_at_once(size, at_once):
+    budget, under_way, found = encoded_files.ByteBudget(8), [], []
+    with ExitStack() as stack:  # so many have room
+        for _ in range(at_once):
+            stack.enter_context(budget.taken(size))
+    begin = threading.Barrier(6)
+
+    def use(size):
+        begin.wait()
+        with budget.taken(size):
+            under_way.append(size)
+            found.append(len(under_way))
+            time.sleep(0.01)
+            under_way.pop()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(use, [size] * 6))
+    assert len(found) == 6
+    assert max(found) <= at_once
+
+
+def test_large_row_groups_that_cannot_be_cached_are_told(tmp_path, monkeypatch):
+    tables_of(tmp_path)
+    assert not load(tmp_path / "a.parquet").notes
+    monkeypatch.setattr(encoded_files, "CACHE_BYTES", 1)
+    assert not load(tmp_path / "a.parquet").notes, "they are small"
+    monkeypatch.setattr(encoded_files, "LARGE_BYTES", 1)
+    [note] = load(tmp_path / "a.parquet").notes
+    assert "3 row groups" in note
+    assert "row_group_size=100" in note
+    assert not load(tmp_path / "a.tar").notes
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.tar"])
