@@ -223,7 +223,7 @@ def in_groups(
     records = iter(records)
     while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
         words = [len(one.words) for one in group if isinstance(one, LabelledWords)]
-        pieces, _ = encode_labelled(
+        pieces, *_ = encode_labelled(
             tokenizer,
             group,
             "the data",
