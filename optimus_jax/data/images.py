@@ -178,24 +178,7 @@ def read_images(
       DataError: Pillow is missing, a source has no images, or labels that are not among `labels`,
         or that are names of splits.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            explain(
-                "images need Pillow, which is not installed",
-                given=" ".join(sources),
-                do="pip install 'optimus-jax[images]'",
-            )
-        ) from error
-    if model.num_channels not in (1, 3, 4):
-        raise DataError(
-            explain(
-                "images have 1, 3 or 4 channels",
-                given=f"model.num_channels={model.num_channels}",
-                do="set model.num_channels=3",
-            )
-        )
+    check_reads_images(sources, model)
     name = " ".join(sources)
     present, notes = [], []
     for source in sources:
@@ -227,6 +210,28 @@ def read_images(
             )
         )
     return Images(name=name, items=found, labels=labels, model=model), notes
+
+
+def check_reads_images(sources: Sequence[str], model: ModelConfig) -> None:
+    """Raise DataError if Pillow is missing, or no image has the model's channels."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            explain(
+                "images need Pillow, which is not installed",
+                given=" ".join(sources),
+                do="pip install 'optimus-jax[images]'",
+            )
+        ) from error
+    if model.num_channels not in (1, 3, 4):
+        raise DataError(
+            explain(
+                "images have 1, 3 or 4 channels",
+                given=f"model.num_channels={model.num_channels}",
+                do="set model.num_channels=3",
+            )
+        )
 
 
 def _images_in(

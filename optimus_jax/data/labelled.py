@@ -122,15 +122,7 @@ class LabelReader(RecordReader):
         return self._fields if {*self._fields} <= {*names} else []
 
     def if_absent(self, names: Collection[str]) -> str:
-        missing = [
-            (setting, field)
-            for setting, field in (
-                ("text_field", self.text_field),
-                ("second_text_field", self.second_field),
-                ("label_field", self.label_field),
-            )
-            if field is not None and field not in names
-        ]
+        missing = [(setting, field) for setting, field in self._named if field not in names]
         others = [name[:_SHOWN] for name in names if name not in self._fields][:_MOST_NAMES]
         if names and not others:
             return f"give each text its {' and its '.join(repr(field) for _, field in missing)}"
@@ -139,9 +131,18 @@ class LabelReader(RecordReader):
         return f"name the fields: {how}" + (f", {each} of {', '.join(others)}" if others else "")
 
     @property
+    def _named(self) -> list[tuple[str, str]]:
+        """The settings that name the fields of a record, and what they name."""
+        fields = (
+            ("text_field", self.text_field),
+            ("second_text_field", self.second_field),
+            ("label_field", self.label_field),
+        )
+        return [(setting, field) for setting, field in fields if field is not None]
+
+    @property
     def _fields(self) -> list[str]:
-        second = [] if self.second_field is None else [self.second_field]
-        return [self.text_field, *second, self.label_field]
+        return [field for _, field in self._named]
 
     def _label(self, value: object) -> str:
         if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
@@ -251,6 +252,37 @@ def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def frame_for(tokenizer: Tokenizer, place: LabelPlace) -> TextFrame:
+    """The special tokens around texts whose label counts at `place`."""
+    return tokenizer.frame.led_by(tokenizer.eos) if place == "first" else tokenizer.frame
+
+
+class QuestionTokens(NamedTuple):
+    """The tokens of a question and of the text that may answer it."""
+
+    both: list[np.ndarray]
+    """Token ids of the question, and of the text."""
+    offset: int
+    """Tokens before those of the text, in their frame."""
+    spans: np.ndarray
+    """The characters that each token of the text stands for, int64 [N, 2]."""
+    num_kept: int
+    """Tokens of the text that fit."""
+
+
+def encode_questions(
+    tokenizer: Tokenizer, questions: Sequence[LabelledSpan], frame: TextFrame, most: int
+) -> Iterator[QuestionTokens]:
+    """The tokens of questions and their texts, cut to `most` tokens in their frame."""
+    asked = tokenizer.encode_batch([one.question for one in questions])
+    encoded = tokenizer.encode_with_spans([one.text for one in questions])
+    for question_ids, (text_ids, spans) in zip(asked, encoded, strict=True):
+        both = [question_ids, text_ids]
+        num_asked, num_kept = frame.fitting(both, most)
+        offset = len(frame.first) + num_asked + len(frame.middle)
+        yield QuestionTokens(both, offset, spans, num_kept)
+
+
 def encode_labelled(
     tokenizer: Tokenizer,
     documents: Iterable[LabelledRecord],
@@ -275,7 +307,7 @@ def encode_labelled(
       DataError: a text has another label, or all have the same; or no answer remains.
     """
     most = longest if too_long == "truncate" else 1 << 62
-    frame = tokenizer.frame.led_by(tokenizer.eos) if place == "first" else tokenizer.frame
+    frame = frame_for(tokenizer, place)
     found: list[_Tokens] = []
     finds_answers = finds_words = False
     for group in groups(documents, _num_characters):
@@ -434,12 +466,8 @@ def _of_words(
 def _of_spans(
     tokenizer: Tokenizer, questions: Sequence[LabelledSpan], frame: TextFrame, most: int
 ) -> Iterator[_Tokens]:
-    asked = tokenizer.encode_batch([one.question for one in questions])
-    encoded = tokenizer.encode_with_spans([one.text for one in questions])
-    for one, question_ids, (text_ids, spans) in zip(questions, asked, encoded, strict=True):
-        both = [question_ids, text_ids]
-        num_asked, num_kept = frame.fitting(both, most)
-        offset = len(frame.first) + num_asked + len(frame.middle)
+    encoded = encode_questions(tokenizer, questions, frame, most)
+    for one, (both, offset, spans, num_kept) in zip(questions, encoded, strict=True):
         places = [] if one.answers else [(0, 0)]
         for begin, end in one.answers:
             found = np.flatnonzero((spans[:, 1] > begin) & (spans[:, 0] < end))

@@ -10,11 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimus_jax.cluster.distributed import (
-    all_or_none,
-    assert_same_everywhere,
-    is_writer,
-)
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere
 from optimus_jax.config import Config
 from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.data.batch import HostBatch
@@ -33,6 +29,7 @@ from optimus_jax.run.trained_model import (
     ALL,
     EXAMPLES_PER_DEVICE,
     FORWARD_ONLY,
+    by_writer,
     connected,
     settings_of,
     trained_source,
@@ -201,8 +198,7 @@ def _measured(
       has_batch: whether the size of batches is given.
     """
     topology = discover()
-    if not is_writer():
-        say = _say_nothing
+    say = by_writer(say)
     with all_or_none():
         if not has_batch:
             size = EXAMPLES_PER_DEVICE * topology.num_devices
@@ -255,10 +251,6 @@ def _measured(
         weights=weights,
         plan=plan.describe(),
     )
-
-
-def _say_nothing(_: str) -> None:
-    """What another process says already."""
 
 
 def _perplexity(loss: float) -> float | None:

@@ -2,12 +2,12 @@
 measures it, and `predict` asks it for labels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from optimus_jax.cluster.distributed import connect, named
+from optimus_jax.cluster.distributed import connect, is_writer, named
 from optimus_jax.cluster.launch_detection import find_launch
 from optimus_jax.config import Config
 from optimus_jax.config.run_checkpoint import RunCheckpoint
@@ -95,3 +95,12 @@ def connected(config: Config) -> Iterator[None]:
         connect(launch, timeout_s=config.faults.connect_s, heartbeat_s=config.faults.heartbeat_s)
         disable_compilation_cache_on_cpu()
         yield
+
+
+def by_writer(say: Callable[[str], object]) -> Callable[[str], object]:
+    """`say`; in processes other than the writer, which says the same, what says nothing."""
+    return say if is_writer() else _say_nothing
+
+
+def _say_nothing(_: str) -> None:
+    """What another process says already."""

@@ -104,9 +104,14 @@ def _word_error_rate(
     return transcripts.word_error_rate(program, state.params, batches, num_rows, stops=stops)
 
 
-def all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[HostBatch]:
+def all_batches(
+    make_batches: Callable[[], Iterable[HostBatch]], *, what: str = "held-out batches"
+) -> Iterator[HostBatch]:
     """The batches of an evaluation, each once all processes have built it: if one fails, no other
     starts a step that would wait for it.
+
+    Args:
+      what: what is made, for messages.
     """
     batches: Iterator[HostBatch] | None = None
     is_over = False
@@ -121,7 +126,7 @@ def all_batches(make_batches: Callable[[], Iterable[HostBatch]]) -> Iterator[Hos
             failure = error
         if any(gather_from_all(int(failure is not None))):
             error = OptimusError(
-                "held-out batches cannot be made, "
+                f"{what} cannot be made, "
                 + (
                     "by another process"
                     if failure is None
