@@ -81,6 +81,11 @@ class SourceFile:
     records: RecordReader | None = None
     """Reads JSON values and rows; None: they must be texts."""
 
+    @property
+    def counts_each(self) -> bool:
+        """As `RecordReader.counts_each`."""
+        return self.records is not None and self.records.counts_each
+
     def document(self, record: Any) -> Any:
         """The document in a JSON value. Raises ValueError if there is none."""
         if self.records is None:
@@ -127,7 +132,10 @@ class SourceFile:
             given = f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({reason})"
             if not (isinstance(error, NotTextError) and error.do):
                 name = "name the field: --set data.text_field=NAME, "
-        do = f"fix the {unit}, {name}or leave bad lines out: --set data.skip_bad_lines=true"
+        leave_out = "leave bad lines out: --set data.skip_bad_lines=true"
+        if self.counts_each:
+            leave_out = f"leave the {unit} out"
+        do = f"fix the {unit}, {name}or {leave_out}"
         if isinstance(error, NotTextError) and error.do is not None:
             # Where no record was good yet, all of them are likely to be of this kind.
             has_good = self.records is not None and self.records.has_good
@@ -185,10 +193,15 @@ def read_csv(source_file: SourceFile) -> Iterator[Any]:
         rows = csv.reader(taken, delimiter=separator, strict=True)
         names: list[str] | None = None
         columns: list[int] = []
+        blank: int | None = None
         while True:
             taken.lines.clear()
             try:
                 row = next(rows)
+                if row and blank is not None and source_file.counts_each:
+                    raise _blank_row(source_file, blank)
+                if names is not None and not row and blank is None:
+                    blank = rows.line_num
                 if names is not None and row and len(row) != len(names):
                     raise NotTextError(f"{len(row)} fields; the names above are {len(names)}")
             except StopIteration:
@@ -268,6 +281,16 @@ def _unclosed_quote(
                 f"the field would hold the {lost:,} line(s) from there to the end of the file"
             ),
             do='close the quote, or write the character as "" inside of quotes',
+        )
+    )
+
+
+def _blank_row(source_file: SourceFile, line: int) -> DataError:
+    return DataError(
+        explain(
+            f"{source_file.path}, line {line}, is blank, and rows follow it",
+            given="no field",
+            do='write an empty text as "", or leave the line out',
         )
     )
 
@@ -465,7 +488,7 @@ def _rows(batches: Iterable[Any], columns: list[str], source_file: SourceFile) -
             continue
         for row in zip(*values, strict=True):
             number += 1
-            if all(value is None for value in row):
+            if all(value is None for value in row) and not source_file.counts_each:
                 continue
             record = without_nulls(dict(zip(columns, row, strict=True)))
             try:

@@ -38,6 +38,9 @@ class RecordReader:
     """Whether a text has it."""
     wanted: ClassVar[str] = "conversations"
     """What a table is to hold if not texts."""
+    counts_each: ClassVar[bool] = False
+    """Whether results go by the number of the record: one that holds nothing is refused, and bad
+    ones cannot be skipped."""
 
     @property
     def reads_texts(self) -> bool:

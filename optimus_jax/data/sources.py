@@ -21,6 +21,7 @@ from optimus_jax.data.formats import (
     HEADER_SUFFIX,
     READERS,
     SUFFIXES,
+    TEXT_SUFFIXES,
     TOKEN_SUFFIX,
     SourceFile,
     has_format,
@@ -110,7 +111,9 @@ def read_documents(
                 skipped_input=skipped_input,
                 records=records,
             )
-            for document in _read_file(source_file, may_be_empty=not is_named):
+            is_text = suffixes_of(path)[0] in TEXT_SUFFIXES
+            may_be_empty = not is_named and not (is_text and source_file.counts_each)
+            for document in _read_file(source_file, may_be_empty=may_be_empty):
                 is_empty = False
                 yield document
         if is_empty:

@@ -5,8 +5,9 @@ A text is a JSON text, or the field that the data's settings name; a list of wor
 with blanks between them. A question has SQuAD's fields, without `answers`.
 """
 
+import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.data import ExampleKind
 from optimus_jax.data.given import NAME, RandomAccess, read_given
-from optimus_jax.data.images import SUFFIXES, Images, StoredImage, read_images
+from optimus_jax.data.images import SUFFIXES, Images, StoredImage, check_reads_images, read_images
 from optimus_jax.data.labelled import (
     AnswerReader,
     LabelledRecord,
@@ -24,7 +25,10 @@ from optimus_jax.data.labelled import (
     LabelledWords,
     LabelPlace,
     LabelReader,
+    QuestionTokens,
     encode_labelled,
+    encode_questions,
+    frame_for,
 )
 from optimus_jax.data.pieces import Pieces
 from optimus_jax.data.record_names import ANSWERS, CONTEXT, QUESTION
@@ -53,6 +57,7 @@ class TextReader(LabelReader):
     """Reads texts, or lists of words."""
 
     wanted = "texts"
+    counts_each = True
 
     def _read(self, record: Any) -> LabelledRecord:
         if isinstance(record, str) and self.second_field is None:
@@ -64,7 +69,7 @@ class TextReader(LabelReader):
 
     def _with_numbers(self, record: Any) -> Any:
         """A record with numbers as its labels: those of its words, or 0."""
-        if not isinstance(record, dict) or self.text_field not in record:
+        if not isinstance(record, dict) or not {*self._fields} <= record.keys():
             return record
         value = record[self.text_field]
         if not self.reads_words:
@@ -73,12 +78,9 @@ class TextReader(LabelReader):
         numbers = list(range(len(words))) if isinstance(words, list) else None
         return {**record, self.text_field: words, self.label_field: numbers}
 
-    def if_absent(self, names: Collection[str]) -> str:
-        return f"name the field: --set data.text_field={self.text_field}"
-
     @property
-    def _fields(self) -> list[str]:
-        return [self.text_field, *([] if self.second_field is None else [self.second_field])]
+    def _named(self) -> list[tuple[str, str]]:
+        return super()._named[:-1]  # without the label
 
 
 @dataclass(kw_only=True)
@@ -86,6 +88,7 @@ class QuestionReader(AnswerReader):
     """Reads questions and texts that may answer them."""
 
     wanted = "questions"
+    counts_each = True
 
     def _read(self, record: Any) -> LabelledSpan:
         without = {**record, ANSWERS: None} if isinstance(record, dict) else record
@@ -103,19 +106,24 @@ class QuestionReader(AnswerReader):
 
 
 def unlabelled_records(
-    data: tuple[str, ...] | RandomAccess, kind: ExampleKind, config: DataConfig
+    data: tuple[str, ...] | RandomAccess,
+    kind: ExampleKind,
+    config: DataConfig,
+    say: Callable[[str], object],
 ) -> Iterator[LabelledRecord]:
     """The records of some sources, or those that a program gives, in order.
 
+    Args:
+      say: called at the end with what a user should know, such as files that are left out.
     Raises:
       DataError: there are none, or one cannot be read: none is skipped.
     """
-    reader = _reader(kind, config)
+    reader, skipped = _reader(kind, config), SkippedInput()
+    how: dict[str, Any] = {"skip_bad_lines": False, "skipped_input": skipped, "records": reader}
     if isinstance(data, tuple):
-        found, name = read_documents(data, config.text_field, records=reader), " ".join(data)
+        found, name = read_documents(data, config.text_field, **how), " ".join(data)
     else:
-        how: dict[str, Any] = {"skip_bad_lines": False, "skipped_input": SkippedInput()}
-        found, name = read_given(data, config.text_field, **how, records=reader), NAME
+        found, name = read_given(data, config.text_field, **how), NAME
     is_empty = True
     for record in found:
         is_empty = False
@@ -129,6 +137,8 @@ def unlabelled_records(
             ) from error
     if is_empty:
         raise DataError(explain("the data holds no record", given=name, do="give some"))
+    for note in skipped.notes():
+        say(note)
 
 
 def _reader(kind: ExampleKind, config: DataConfig) -> RecordReader:
@@ -148,27 +158,39 @@ def _reader(kind: ExampleKind, config: DataConfig) -> RecordReader:
     )
 
 
-def unlabelled_images(sources: Sequence[str], model: ModelConfig, image_field: str) -> Images:
-    """The images of files, folders and tables, in order. Raises DataError as `read_images`."""
-    found = [
-        Images(
-            name=source,
-            items=[StoredImage(Path(source).name, Path(source), None)],
-            labels=(),
-            model=model,
-        )
-        if Path(source).suffix.lower() in SUFFIXES and Path(source).is_file()
-        else read_images([source], model, image_field=image_field, label_field=None)[0]
-        for source in sources
-    ]
-    items = [image for images in found for image in images.items]
-    return Images(name=" ".join(sources), items=items, labels=(), model=model)
+def unlabelled_images(
+    sources: Sequence[str], model: ModelConfig, image_field: str, say: Callable[[str], object]
+) -> Iterator["Unlabelled"]:
+    """The images of files, folders and tables, in order, RECORDS_AT_ONCE at a time.
+
+    Args:
+      say: called with what a user should know, such as files that are left out.
+    Raises:
+      DataError: as `read_images`.
+    """
+    check_reads_images(sources, model)
+    items: list[StoredImage] = []
+    for source in sources:
+        path = Path(source)
+        if path.suffix.lower() in SUFFIXES and path.is_file():
+            items.append(StoredImage(path.name, path, None))
+            continue
+        images, notes = read_images([source], model, image_field=image_field, label_field=None)
+        # Names are relative to the folder that is the source, or has it.
+        folder = path if path.is_dir() else path.parent
+        items += [image._replace(name=str(folder / image.name)) for image in images.items]
+        for note in notes:
+            say(note)
+    for begin in range(0, len(items), RECORDS_AT_ONCE):
+        group = items[begin : begin + RECORDS_AT_ONCE]
+        images = Images(name=" ".join(sources), items=group, labels=(), model=model)
+        yield Unlabelled(records=group, examples=images)
 
 
 def place_of(image: UnlabelledRecord) -> str:
-    """The path of an image, or its place in a table or tar file."""
+    """The path of an image, or that of its table or tar file, and its row or name there."""
     assert isinstance(image, StoredImage)
-    return image.name if isinstance(image.place, bytes) else str(image.place)
+    return str(image.place) if isinstance(image.place, Path) else image.name
 
 
 class Part(NamedTuple):
@@ -188,6 +210,25 @@ class Unlabelled:
 
     records: Sequence[UnlabelledRecord]
     examples: Pieces | Images
+    contexts: Sequence[np.ndarray] = ()
+    """Of questions, the tokens of their texts: the number of each, its first character and the one
+    after its last, int64 [tokens, 3]."""
+
+    @property
+    def digest(self) -> str:
+        """What differs if the records differ."""
+        if isinstance(self.examples, Images):
+            return f"{len(self.records)} images, {self.examples.digest}"
+        found = hashlib.blake2b(digest_size=8)
+        for record in self.records:
+            found.update(repr(record).encode(errors="surrogatepass"))
+        return f"{len(self.records)} records, {found.hexdigest()}"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether an answer is made of all tokens, not only of those with a label."""
+        labels = None if isinstance(self.examples, Images) else self.examples.labels
+        return labels is not None and labels.needs_all
 
     def parts(self, example: int, seq_len: int) -> Iterator[Part]:
         """What an example of `seq_len` tokens holds."""
@@ -211,22 +252,25 @@ def in_groups(
     *,
     place: LabelPlace,
     longest: int,
+    say: Callable[[str], object],
 ) -> Iterator[Unlabelled]:
     """Records and the examples that they are put into, RECORDS_AT_ONCE at a time.
 
     Args:
       place: where the label of a text counts.
       longest: tokens of an example. Longer texts are truncated.
+      say: called with what a user should know about texts that were truncated.
     Raises:
       DataError: the model lacks a token.
     """
-    records = iter(records)
+    records, frame, num_records = iter(records), frame_for(tokenizer, place), 0
     while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
+        first, num_records = num_records + 1, num_records + len(group)
         words = [len(one.words) for one in group if isinstance(one, LabelledWords)]
-        pieces, *_ = encode_labelled(
+        pieces, _, notes = encode_labelled(
             tokenizer,
             group,
-            "the data",
+            f"records {first:,} to {num_records:,}",
             place=place,
             labels=tuple(map(str, range(max([2, *words])))),
             longest=longest,
@@ -239,26 +283,21 @@ def in_groups(
             vocab_size=tokenizer.vocab_size,
         )
         check_vocab(stream, model.vocab_size, model.name)
-        yield Unlabelled(records=group, examples=pieces)
+        for note in notes:
+            say(note)
+        questions = [one for one in group if isinstance(one, LabelledSpan)]
+        contexts = [
+            _context(tokens) for tokens in encode_questions(tokenizer, questions, frame, longest)
+        ]
+        yield Unlabelled(records=group, examples=pieces, contexts=contexts)
+    for note in tokenizer.notes:
+        say(note)
 
 
-def context_of(
-    record: UnlabelledRecord, tokenizer: Tokenizer, *, place: LabelPlace, longest: int
-) -> np.ndarray | None:
-    """The tokens of a question's text: the number of each, its first character and the one after
-    its last, int64 [tokens, 3]; None: the record is no question.
-
-    Args:
-      place, longest: as of `in_groups`.
-    """
-    if not isinstance(record, LabelledSpan):
-        return None
-    frame = tokenizer.frame.led_by(tokenizer.eos) if place == "first" else tokenizer.frame
-    (asked,) = tokenizer.encode_batch([record.question])
-    ((ids, spans),) = tokenizer.encode_with_spans([record.text])
-    num_asked, num_kept = frame.fitting([asked, ids], longest)
-    first = len(frame.first) + num_asked + len(frame.middle)
-    return np.concatenate([first + np.arange(num_kept)[:, None], spans[:num_kept]], axis=1)
+def _context(tokens: QuestionTokens) -> np.ndarray:
+    """As `Unlabelled.contexts` has it."""
+    numbers = tokens.offset + np.arange(tokens.num_kept)[:, None]
+    return np.concatenate([numbers, tokens.spans[: tokens.num_kept]], axis=1)
 
 
 def answer_text(text: str, start: int, end: int) -> tuple[str, int, int]:

@@ -12,16 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere, is_writer
+from optimus_jax.cluster.distributed import all_or_none, assert_same_everywhere
 from optimus_jax.config import Config, DataConfig, ModelConfig
 from optimus_jax.data.given import RandomAccess
-from optimus_jax.data.labelled import LabelledSpan, LabelledWords, LabelPlace
+from optimus_jax.data.labelled import NO_LABEL, LabelledWords, LabelPlace
 from optimus_jax.data.loader import eval_batches
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.data.unlabelled import (
     Part,
     Unlabelled,
-    context_of,
     in_groups,
     unlabelled_images,
     unlabelled_records,
@@ -40,6 +39,7 @@ from optimus_jax.run.trained_model import (
     ALL,
     EXAMPLES_PER_DEVICE,
     FORWARD_ONLY,
+    by_writer,
     connected,
     settings_of,
     trained_source,
@@ -87,6 +87,7 @@ class LabelModel:
         top: int | None = None,
         max_answer_tokens: int | None = None,
         batch_size: int | None = None,
+        say: Callable[[str], object] = warnings.warn,
     ) -> Iterator[Answer]:
         """What the model says of each record, in their order. Every process gives the same.
 
@@ -97,6 +98,7 @@ class LabelModel:
           max_answer_tokens: most tokens of an answer to a question; None: MAX_ANSWER_TOKENS.
           batch_size: most examples at once, rounded to what the plan divides; None: `global_batch`
             of the config.
+          say: called with what a user should know about the data, such as texts that are truncated.
         Yields:
           JSON objects: of a text `label`, `score` and `scores`; of an image `file` too; of words
           `words`, `labels` and `scores`; of a question `answer`, `start`, `end` and `score`.
@@ -111,42 +113,57 @@ class LabelModel:
         if batch_size is not None:
             config = config.with_values({GLOBAL_BATCH: batch_size})
         num_rows = eval_rows(config, self.program.plan, ALL)
-        return self._answers(data, num_rows, top or TOP, max_answer_tokens or MAX_ANSWER_TOKENS)
+        how = {"top": top or TOP, "max_answer_tokens": max_answer_tokens or MAX_ANSWER_TOKENS}
+        return self._answers(_same_everywhere(self._groups(data, say)), num_rows, how)
 
-    def _answers(self, data: Records, num_rows: int, top: int, most: int) -> Iterator[Answer]:
-        config, answer = self.config, task_of(self.config).answer
+    def _answers(
+        self, groups: Iterator[Unlabelled], num_rows: int, how: dict[str, Any]
+    ) -> Iterator[Answer]:
+        """The answers in the order of the records, each as soon as those before it are there."""
+        answer = task_of(self.config).answer
         assert answer is not None, "checked when the model was loaded"
-        for group in self._groups(data):
-            of_part: dict[int, tuple[Part, np.ndarray]] = {
-                part.record: (part, logits_LN) for part, logits_LN in self._logits(group, num_rows)
-            }
-            for number, record in enumerate(group.records):
-                if number not in of_part and not isinstance(record, LabelledWords):
+        for group in groups:
+            made: dict[int, Answer] = {}
+            due = 0
+            for part, logits_LN in self._logits(group, num_rows):
+                made[part.record] = answer(self._inputs(group, part, logits_LN, how))
+                while due in made:
+                    yield made.pop(due)
+                    due += 1
+            for number in range(due, len(group.records)):
+                if number in made:
+                    yield made.pop(number)
+                    continue
+                if not isinstance(group.records[number], LabelledWords):
                     raise DataError(
                         explain(
                             "a record has no room in an example",
-                            given=f"{EVAL_LENGTH}={config.eval_seq_len}",
+                            given=f"{EVAL_LENGTH}={self.config.eval_seq_len}",
                             do="choose a larger --seq-len",
                         )
                     )
-                part, logits_LN = of_part.get(number, (None, np.zeros((0, 0), np.float32)))
-                yield answer(
-                    AnswerInputs(
-                        record=record,
-                        logits_LN=logits_LN,
-                        numbers_L=np.zeros(0, np.int32) if part is None else part.numbers,
-                        labels=config.model.labels,
-                        context=context_of(
-                            record, self.tokenizer, place=self._place, longest=config.eval_seq_len
-                        )
-                        if isinstance(record, LabelledSpan)
-                        else None,
-                        top=top,
-                        max_answer_tokens=most,
-                    )
-                )
+                nothing = Part(number, slice(0, 0), np.zeros(0, np.int32))
+                yield answer(self._inputs(group, nothing, np.zeros((0, 0), np.float32), how))
 
-    def _groups(self, data: Records) -> Iterator[Unlabelled]:
+    def _inputs(
+        self, group: Unlabelled, part: Part, logits_LN: np.ndarray, how: dict[str, Any]
+    ) -> AnswerInputs:
+        """What the answer of a record is made of.
+
+        Args:
+          logits_LN: of the tokens of `part`.
+        """
+        needed = slice(None) if group.needs_all else part.numbers != NO_LABEL
+        return AnswerInputs(
+            record=group.records[part.record],
+            logits_LN=logits_LN[needed],
+            numbers_L=part.numbers[needed],
+            labels=self.config.model.labels,
+            context=group.contexts[part.record] if group.contexts else None,
+            **how,
+        )
+
+    def _groups(self, data: Records, say: Callable[[str], object]) -> Iterator[Unlabelled]:
         """The records and the examples that they are put into."""
         config = self.config
         if config.model.image_size:
@@ -158,15 +175,15 @@ class LabelModel:
                         do="name files, folders, tables or .tar files of them",
                     )
                 )
-            images = unlabelled_images(data, config.model, config.data.image_field)
-            yield Unlabelled(records=images.items, examples=images)
+            yield from unlabelled_images(data, config.model, config.data.image_field, say)
             return
         yield from in_groups(
-            unlabelled_records(data, task_of(config).reads, config.data),
+            unlabelled_records(data, task_of(config).reads, config.data, say),
             self.tokenizer,
             config.model,
             place=self._place,
             longest=config.eval_seq_len,
+            say=say,
         )
 
     def _logits(self, group: Unlabelled, num_rows: int) -> Iterator[tuple[Part, np.ndarray]]:
@@ -185,7 +202,7 @@ class LabelModel:
                 num_examples=num_examples,
             )
 
-        for number, batch in enumerate(all_batches(make_batches)):
+        for number, batch in enumerate(all_batches(make_batches, what="batches of records")):
             of_rows = {**batch, "examples": rows.astype(np.int32)}
             found = program.label_logits(self.params, program.put_batch(of_rows, num_rows))
             logits_RLN, first = np.asarray(jax.device_get(found)), number * num_rows
@@ -213,6 +230,20 @@ class LabelModel:
                     do="leave it out",
                 )
             )
+
+
+def _same_everywhere(groups: Iterator[Unlabelled]) -> Iterator[Unlabelled]:
+    """The groups of records, each once all processes have read the same one. Raises an error of one
+    process in all.
+    """
+    while True:
+        with all_or_none():
+            group = next(groups, None)
+        if jax.process_count() > 1:
+            assert_same_everywhere({"the records": "no more" if group is None else group.digest})
+        if group is None:
+            return
+        yield group
 
 
 def predicts(model: ModelConfig) -> bool:
@@ -265,10 +296,20 @@ def label_model_config(
     without_data = {
         "data.sources": DataConfig().sources,
         "data.eval_fraction": 0.0,
+        "data.skip_bad_lines": False,
         "evaluation.data": (),
     }
     config = requested_config(None, base, None, False, given | without_data | overrides, False)
-    return config.with_values(dict(FORWARD_ONLY))
+    if config.data.skip_bad_lines:
+        raise ConfigError(
+            explain(
+                "no record is skipped: each one has an answer",
+                given="data.skip_bad_lines=true",
+                do="leave the setting out, and fix the records",
+            )
+        )
+    # Batches have as many examples as `global_batch` says, whatever the length of training.
+    return config.with_values({**FORWARD_ONLY, LENGTH: config.eval_seq_len})
 
 
 def open_label_model(
@@ -337,6 +378,7 @@ def predict(
     top: int | None = None,
     max_answer_tokens: int | None = None,
     warn: Callable[[str], object] = warnings.warn,
+    when_connected: Callable[[], object] | None = None,
     **overrides: Any,
 ) -> Iterator[Answer]:
     """What a model with labels says of records, on any mesh; on several processes every one gives
@@ -345,16 +387,17 @@ def predict(
     Args:
       model, step, warn: as of `evaluate`.
       data, top, max_answer_tokens: as of `LabelModel.predict`.
+      when_connected: called before the model is read, once processes are connected; its error is
+        raised in all of them.
       overrides: settings by dotted name.
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
     """
     config = label_model_config(model, overrides, step=step)
     with connected(config):
-        say = warn if is_writer() else _say_nothing
+        if when_connected is not None:
+            with all_or_none():
+                when_connected()
+        say = by_writer(warn)
         loaded = open_label_model(config, say=say, has_batch=GLOBAL_BATCH in overrides)
-        yield from loaded.predict(data, top=top, max_answer_tokens=max_answer_tokens)
-
-
-def _say_nothing(_: str) -> None:
-    """What another process says already."""
+        yield from loaded.predict(data, top=top, max_answer_tokens=max_answer_tokens, say=say)

@@ -27,9 +27,9 @@ class AnswerInputs:
 
     record: UnlabelledRecord
     logits_LN: np.ndarray
-    """Of the record's tokens, float32; of an image, those of the first one."""
+    """Of the record's tokens that have a label, float32; of a question, of all its tokens."""
     numbers_L: np.ndarray
-    """What has its label at each token: the number of a word, or 0; NO_LABEL: nothing."""
+    """What has its label at each of these: the number of a word, or 0; NO_LABEL: nothing."""
     labels: tuple[str, ...]
     """Their names, in the order of the logits."""
     context: np.ndarray | None = None
