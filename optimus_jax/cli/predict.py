@@ -6,10 +6,10 @@
 import contextlib
 import itertools
 import json
-import sys
-from collections.abc import Iterator
+import os
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from optimus_jax.cli.model_flags import RUN_WORDS
 from optimus_jax.cli.train import end_now, is_one_of_several, told
@@ -119,10 +119,14 @@ def main() -> None:
     overrides = settings(given, leave=("data",))
     if given["batch_size"] is not None:
         overrides["data.global_batch"] = given["batch_size"]
-    out = None if given["output"] is None else _new_file(given["output"])
+    out = None if given["output"] is None else local_path(given["output"], what="--output")
     import_jax()  # after parsing, so that --help does not wait for JAX
     from optimus_jax.cluster.distributed import is_writer
     from optimus_jax.run.predict import predict
+
+    def check_output() -> None:
+        if out is not None and is_writer():
+            _check_new(out)
 
     with flags.own_words():
         try:
@@ -133,23 +137,23 @@ def main() -> None:
                 top=given["top"],
                 max_answer_tokens=given["max_answer_tokens"],
                 warn=print_to_stderr,
+                when_connected=check_output,
                 **overrides,
             )
-            first = next(answers)  # connects the processes
+            first = next(answers)  # raises most errors before a file is made
             writes = is_writer()
-            with _written(out if writes else None) as file:
+            with _written(out if writes else None) as write:
                 for answer in itertools.chain([first], answers):
                     if writes:
-                        print(json.dumps(answer, ensure_ascii=False), file=file, flush=out is None)
+                        write(json.dumps(answer, ensure_ascii=False))
         except Exception as error:
             if is_one_of_several() and not getattr(error, "raised_by_all_processes", False):
                 end_now(f"error: {told(error)}", exit_code_of(error))
             raise
 
 
-def _new_file(text: str) -> Path:
-    """The file that --output names. Raises ConfigError if it exists, or its folder does not."""
-    out = local_path(text, what="--output")
+def _check_new(out: Path) -> None:
+    """Raise ConfigError if the file that --output names exists, or its folder does not."""
     if out.exists() or not out.parent.is_dir():
         why = "exists" if out.exists() else "is in no folder"
         raise ConfigError(
@@ -159,26 +163,58 @@ def _new_file(text: str) -> Path:
                 do="use another name, or remove it" if out.exists() else "make the folder first",
             )
         )
-    return out
 
 
 @contextlib.contextmanager
-def _written(out: Path | None) -> Iterator[TextIO]:
-    """Where answers go: standard output, or a file that gets its name when it is complete.
+def _written(out: Path | None) -> Iterator[Callable[[str], object]]:
+    """What writes a line: to standard output, or to a file that gets its name when it is complete.
+    A file that is not stays under another name, which is told.
 
     Raises ConfigError if it cannot be written.
     """
     if out is None:
-        yield sys.stdout
+        yield lambda line: print(line, flush=True)
         return
-    part = out.with_name(f"{out.name}.part")
+    with _output_errors():
+        _check_new(out)
+        part = out.with_name(f"{out.name}.{secrets.token_hex(4)}.part")
+        file = part.open("x", encoding="utf-8")
+
+    def write(line: str) -> None:
+        with _output_errors():
+            print(line, file=file)
+
     try:
-        with part.open("w", encoding="utf-8") as file:
-            yield file
-        part.replace(out)
+        yield write
+        with _output_errors():
+            file.close()
+            _rename_to_new(part, out)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        print_to_stderr(f"the answers so far are in {part}")
+        raise
+
+
+def _rename_to_new(part: Path, out: Path) -> None:
+    """Give a file its name. Raises OSError if there is such a file by now."""
+    try:
+        os.link(part, out)  # a rename would replace the other file
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no links
+        _check_new(out)
+        part.rename(out)
+    else:
+        part.unlink()
+
+
+@contextlib.contextmanager
+def _output_errors() -> Iterator[None]:
+    """Context in which an OSError becomes a ConfigError."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             explain("answers cannot be written", given=error, do="name another --output")
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
