@@ -22,6 +22,7 @@ from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
 from optimus_jax.run.evaluate import EvaluationResult, evaluate
 from optimus_jax.run.export import ExportResult, export
+from optimus_jax.run.parameter_source import RunSource
 from optimus_jax.run.predict import (
     LabelModel,
     Records,
@@ -104,7 +105,11 @@ class LoadedModel:
         assert isinstance(self.loaded, LabelModel)
         data = _as_records(records, are_files=bool(self.config.image_size))
         answers = self.loaded.predict(
-            data, top=top, max_answer_tokens=max_answer_tokens, batch_size=batch_size
+            data,
+            top=top,
+            max_answer_tokens=max_answer_tokens,
+            batch_size=batch_size,
+            say=self.warn,
         )
         return list(answers)
 
@@ -279,7 +284,8 @@ def load(
     axes = AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes()
     if _has_labels(model, step):
         check_jax_settings()
-        config = label_model_config(model, {"parallel.mesh": str(axes)}, step=step)
+        settings = {"parallel.mesh": str(axes)} | _token_settings(model, eos, chat_template)
+        config = label_model_config(model, settings, step=step)
         labels = open_label_model(config, say=warn, num_devices=axes.num_devices)
         return LoadedModel(source=model, loaded=labels, step=labels.step, warn=warn)
     loaded = load_text_model(
@@ -291,6 +297,22 @@ def load(
         warn=warn,
     )
     return LoadedModel(source=model, loaded=loaded, step=loaded.step, warn=warn)
+
+
+def _token_settings(model: UserPath, eos: str | None, chat_template: str | None) -> dict[str, Any]:
+    """What `load` is told of the tokenizer of a model with labels. Raises ConfigError if it would
+    have no effect.
+    """
+    unused = None
+    if chat_template is not None:
+        unused = f"chat_template={chat_template!r}; a model with labels reads no conversation"
+    elif eos is not None and isinstance(trained_source(model, None)[0], RunSource):
+        unused = f"eos={eos!r}; a run has a token of its own that ends its texts"
+    if unused is not None:
+        raise ConfigError(
+            explain("a setting of the tokenizer has no use", given=unused, do="leave it out")
+        )
+    return {} if eos is None else {"data.eos": eos}
 
 
 def _as_records(

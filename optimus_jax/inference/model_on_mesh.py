@@ -31,6 +31,7 @@ from optimus_jax.models.families import features_of
 from optimus_jax.models.kernels import Visibility
 from optimus_jax.models.shapes import ModelShapes, Params, model_shapes
 from optimus_jax.models.transformer import Decoder
+from optimus_jax.run.predict import predicts
 from optimus_jax.system.command import typed_command
 
 Cache = tuple[Array, Array]
@@ -57,12 +58,13 @@ class ModelOnMesh:
                 )
             )
         if self.config.labels:
+            ask = f"; `{typed_command('predict')}` asks this one for labels"
             raise ConfigError(
                 explain(
                     "a model with labels generates no text",
                     given=f"{self.config.name}, with {counted(len(self.config.labels), 'label')}",
-                    do=f"name a model with a head over the vocabulary; `{typed_command('predict')}`"
-                    " asks this one for labels",
+                    do="name a model with a head over the vocabulary"
+                    + (ask if predicts(self.config) else ""),
                 )
             )
         if not features_of(self.config).causal:

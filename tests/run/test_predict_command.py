@@ -1,7 +1,9 @@
 """Labels and answers that trained models give to records without labels."""
 
+import contextlib
 import json
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,20 @@ from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.cli import main as cli
+from optimus_jax.cli.predict import _rename_to_new
 from optimus_jax.config import Config
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
+from optimus_jax.config.presets import model_preset
 from optimus_jax.data import unlabelled
 from optimus_jax.data.images import StoredImage, decoded, patches_of
-from optimus_jax.errors import ConfigError, DataError
+from optimus_jax.errors import ConfigError, DataError, OptimusError
+from optimus_jax.inference.loaded_model import _token_settings
+from optimus_jax.inference.model_on_mesh import ModelOnMesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
 from optimus_jax.models.shapes import model_shapes
+from optimus_jax.run import predict
+from optimus_jax.run.predict import label_model_config
 from optimus_jax.training.task import scaled
 
 SIZES = {
@@ -253,6 +261,17 @@ def test_images_have_the_labels_of_the_model_on_every_mesh(images, tmp_path):
     assert_alike(published.predict(folder, top=3), loaded(run, "").predict(folder, top=3))
     with pytest.raises(DataError, match="images are read from files"):
         loaded(run, "").predict([{"image": b""}])
+    assert _token_settings(tmp_path / "exported", "<end>", None) == {"data.eos": "<end>"}
+
+
+def test_answers_come_before_the_last_image_is_read(images, tmp_path):
+    run, folder = images
+    paths = [*map(str, sorted(folder.rglob("*.png"))[:8]), str(tmp_path / "broken.png")]
+    (tmp_path / "broken.png").write_text("no image")
+    answers, found = loaded(run, "").loaded.predict(tuple(paths), batch_size=8), []
+    with pytest.raises(OptimusError, match="batches of records cannot be made"):
+        found.extend(iter(lambda: next(answers)["file"], None))
+    assert found == paths[:8]
 
 
 def command(monkeypatch, capsys, *words):
@@ -289,6 +308,71 @@ def test_the_command_writes_a_line_for_each_record(runs, tmp_path, monkeypatch, 
     assert {path.name for path in tmp_path.iterdir()} == {"new.jsonl", "out.jsonl"}
 
 
+def test_a_partial_file_stays_and_no_other_is_lost(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(unlabelled, "RECORDS_AT_ONCE", 4)
+    data = write(tmp_path / "new.jsonl", [*({"text": text} for text in TEXTS[:5]), {"text": 3}])
+    out, other = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    other.write_text("mine")
+    words = ["--run", runs["texts"].run_dir, "--data", data, "--output", out, "--mesh", "data=8"]
+    code, _, error = command(monkeypatch, capsys, *words)
+    assert code == 2
+    assert "line 6" in error
+    assert "cannot be written" not in error
+    assert not out.exists()
+    [part] = {*tmp_path.iterdir()} - {data, other}
+    assert f"the answers so far are in {part}" in error
+    assert len(part.read_text(encoding="utf-8").splitlines()) == 4
+    assert other.read_text() == "mine"
+    out.write_text("made meanwhile")
+    with pytest.raises(FileExistsError):
+        _rename_to_new(part, out)
+    assert out.read_text() == "made meanwhile"
+
+    def no_link(*_):
+        raise PermissionError
+
+    monkeypatch.setattr("os.link", no_link)
+    with pytest.raises(ConfigError, match="a new file"):
+        _rename_to_new(part, out)
+    out.unlink()
+    _rename_to_new(part, out)
+    assert (out.exists(), part.exists()) == (True, False)
+
+
+def test_processes_compare_their_records(runs, monkeypatch):
+    compared = []
+    model = loaded(runs["texts"], "").loaded
+    monkeypatch.setattr(unlabelled, "RECORDS_AT_ONCE", 4)
+    monkeypatch.setattr(predict.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(predict, "all_or_none", contextlib.nullcontext)
+    monkeypatch.setattr(predict, "assert_same_everywhere", compared.append)
+    groups = predict._same_everywhere(model._groups(TEXTS, lambda note: None))
+    assert [len(group.records) for group in groups] == [4, 4]
+    assert len({one["the records"] for one in compared}) == 3
+    assert compared[-1] == {"the records": "no more"}
+
+
+def test_a_batch_has_as_many_examples_as_it_says(runs):
+    given = {"evaluation.seq_len": 24, "data.global_batch": 16}
+    config = label_model_config(runs["texts"].run_dir, given)
+    assert (config.seq_len, config.eval_seq_len) == (24, 24)
+
+
+def test_settings_without_effect_are_refused(runs):
+    for setting in ({"eos": "<end>"}, {"chat_template": "a.jinja"}):
+        with pytest.raises(ConfigError, match="has no use"):
+            optimus_jax.load(runs["texts"].run_dir, **setting)
+
+
+def test_advice_names_predict_only_for_models_that_it_asks():
+    electra = model_preset("electra-nano")
+    with pytest.raises(ConfigError, match="head over the vocabulary") as raised:
+        ModelOnMesh(electra)
+    assert "predict" not in str(raised.value)
+    with pytest.raises(ConfigError, match="predict"):
+        ModelOnMesh(replace(model_preset("gpt2-nano"), labels=("a", "b")))
+
+
 def test_errors_say_what_to_do(runs, tmp_path, monkeypatch, capsys):
     texts = write(tmp_path / "new.jsonl", [{"text": "a"}, {"other": "b"}])
     words = ["--mesh", "data=8", "--data", texts]
@@ -305,6 +389,7 @@ def test_errors_say_what_to_do(runs, tmp_path, monkeypatch, capsys):
     assert "top is out of range" in error(*run, *words, "--top", 0)
     assert "no use for this model" in error(*run, *words, "--max-answer-tokens", 3)
     assert "the model has learnt" in error(*run, *words, "--set", "model.labels=a,b")
+    assert "no record is skipped" in error(*run, *words, "--set", "data.skip_bad_lines=true")
     empty = write(tmp_path / "empty.jsonl", [])
     assert "empty.jsonl" in error(*run, "--data", empty, "--mesh", "data=8")
     answers = ["--run", runs["answers"].run_dir, "--mesh", "data=8"]
