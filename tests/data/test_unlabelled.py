@@ -19,7 +19,7 @@ from optimus_jax.errors import DataError
 MODEL, VISION = model_preset("bert-nano"), model_preset("vit-nano")
 
 
-def read(*sources, kind="text_labels", say=lambda note: None, **settings):
+def read(*sources, kind="labels", say=lambda note: None, **settings):
     return list(unlabelled_records(tuple(map(str, sources)), kind, DataConfig(**settings), say))
 
 
