@@ -193,7 +193,7 @@ def untrained(**data):
         step=None,
         data=DataConfig(**data),
     )
-    return LoadedModel(source="", text_model=text_model)
+    return LoadedModel(source="", loaded=text_model, step=None)
 
 
 @pytest.mark.parametrize(
