@@ -56,8 +56,8 @@ class LoadedModel:
     @property
     def config(self) -> ModelConfig:
         """Sizes and family of the model."""
-        config = self.loaded.config
-        return config if isinstance(config, ModelConfig) else config.model
+        loaded = self.loaded
+        return loaded.config.model if isinstance(loaded, LabelModel) else loaded.config
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -67,7 +67,7 @@ class LoadedModel:
     @property
     def text_model(self) -> TextModel:
         """The model as one of text or sound. Raises ConfigError if it has labels."""
-        if isinstance(self.loaded, TextModel):
+        if not isinstance(self.loaded, LabelModel):
             return self.loaded
         raise ConfigError(
             explain(
