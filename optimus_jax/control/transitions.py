@@ -103,7 +103,7 @@ def canary_steps_done(state: SwitchState, event: StepsDone, rules: SwitchRules) 
         return state, NO_COMMANDS
     verdict = judge(
         trial.own_s,
-        num_waited=sum(trial.waited[1:]),
+        num_waited=trial.waited[1:].count(True),
         losses=trial.losses,
         before_s=trial.before_s,
         predicted_s=trial.predicted_s,
