@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from optimus_jax.cli.model_flags import RUN_WORDS
+from optimus_jax.cli.model_flags import RUN_WORDS, add_forward_flags, add_named_flags
 from optimus_jax.cli.train import end_now, is_one_of_several, told
 from optimus_jax.errors import counted
 from optimus_jax.faults.stopping import exit_code_of
@@ -32,19 +32,7 @@ def parser() -> Parser:
         words=WORDS,
         settings=FLAGS,
     )
-    flags.add_argument(
-        "--run",
-        metavar="DIR",
-        required=True,
-        help="directory or URL of a run; directory of a published model or of PEFT's adapters, or"
-        " hf://ORG/NAME",
-    )
-    flags.add_argument(
-        "--step",
-        metavar="N",
-        type=int,
-        help="step of the run's checkpoint (default: the newest good one)",
-    )
+    add_named_flags(flags)
     flags.add_argument(
         "--data",
         nargs="+",
@@ -60,41 +48,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--task", metavar="NAME", help="what is measured (default: what the run learns)"
     )
-    flags.add_argument(
-        "--tokenizer", metavar="PATH", help="of a published model (default: its own)"
-    )
-    flags.add_argument(
-        "--seq-len", metavar="N", help="tokens of an example (default: the run's, or the model's)"
-    )
-    flags.add_argument(
-        "--global-batch", metavar="N", help="examples at once (default: 8 for each device)"
-    )
-    flags.add_argument(
-        "--mesh", metavar="SIZES", help="`auto` or sizes: fsdp=4,tensor=2 (default: auto)"
-    )
-    flags.add_argument(
-        "--precision",
-        metavar="NAME",
-        help="f32, bf16, f16 (default: as the run was told; else bf16, on a CPU f32)",
-    )
-    flags.add_argument(
-        "--cpu-devices",
-        metavar="N",
-        help="number of virtual CPU devices (default: the devices that JAX finds)",
-    )
-    flags.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="several processes: address of process 0"
-    )
-    flags.add_argument("--num-processes", metavar="N", help="several processes: their number")
-    flags.add_argument("--process-id", metavar="I", help="several processes: index of this one")
+    add_forward_flags(flags, batch="--global-batch")
     flags.add_argument(
         "--json", action="store_true", help="print one line of JSON (default: lines to read)"
-    )
-    flags.add_argument(
-        "--set",
-        action="append",
-        metavar="KEY=VALUE",
-        help="any other setting, such as data.text_field=body",
     )
     return flags
 

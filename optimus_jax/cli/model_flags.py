@@ -50,6 +50,62 @@ def add_model_flags(flags: Parser) -> None:
     )
 
 
+def add_named_flags(flags: Parser) -> None:
+    """Add the flags that name a model for a program that runs it forward on any mesh."""
+    flags.add_argument(
+        "--run",
+        metavar="DIR",
+        required=True,
+        help="directory or URL of a run; directory of a published model or of PEFT's adapters, or"
+        " hf://ORG/NAME",
+    )
+    flags.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="step of the run's checkpoint (default: the newest good one)",
+    )
+
+
+def add_forward_flags(flags: Parser, *, batch: str) -> None:
+    """Add the flags of how such a program runs, and on which devices.
+
+    Args:
+      batch: the flag of examples at once.
+    """
+    flags.add_argument(
+        "--tokenizer", metavar="PATH", help="of a published model (default: its own)"
+    )
+    flags.add_argument(
+        "--seq-len", metavar="N", help="tokens of an example (default: the run's, or the model's)"
+    )
+    flags.add_argument(batch, metavar="N", help="examples at once (default: 8 for each device)")
+    flags.add_argument(
+        "--mesh", metavar="SIZES", help="`auto` or sizes: fsdp=4,tensor=2 (default: auto)"
+    )
+    flags.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="f32, bf16, f16 (default: as the run was told; else bf16, on a CPU f32)",
+    )
+    flags.add_argument(
+        "--cpu-devices",
+        metavar="N",
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
+    )
+    flags.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="several processes: address of process 0"
+    )
+    flags.add_argument("--num-processes", metavar="N", help="several processes: their number")
+    flags.add_argument("--process-id", metavar="I", help="several processes: index of this one")
+    flags.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="any other setting, such as data.text_field=body",
+    )
+
+
 def loaded(given: Mapping[str, Any], *, chat_template: str | None = None) -> "LoadedModel":
     """The model that the flags name, on its devices. Imports JAX, which takes a second."""
     from optimus_jax.inference.loaded_model import load
