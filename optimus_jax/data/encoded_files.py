@@ -136,13 +136,16 @@ class _RowGroups:
         with self._lock:
             reading = self._reading.setdefault(wanted, threading.Lock())
         with reading:  # one thread reads it; others read other row groups at the same time
-            with self._lock:
-                found = self._cached.get(wanted)
-            if found is None:
-                found = _read_row_group(wanted)
-            with self._lock:
-                self._keep(wanted, found)
-                self._reading.pop(wanted, None)
+            try:
+                with self._lock:
+                    found = self._cached.get(wanted)
+                if found is None:
+                    found = _read_row_group(wanted)
+                with self._lock:
+                    self._keep(wanted, found)
+            finally:
+                with self._lock:
+                    self._reading.pop(wanted, None)
         return found
 
     def _keep(self, wanted: _RowGroup, found: Any) -> None:
