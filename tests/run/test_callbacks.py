@@ -232,7 +232,8 @@ def test_tensorboard_has_the_values_that_are_known(text, tmp_path):
     train(text, tmp_path / "run", steps=2, log="tensorboard")
     [file] = (tmp_path / "run" / "tensorboard").iterdir()
     tags = set(re.findall(rb"(?:train|speed|eval)/[a-z_]+", file.read_bytes()))
-    assert tags == {
+    # The wait for data is there where devices were idle when the batch came: as the machine is.
+    assert tags - {b"speed/data_wait_s"} == {
         b"train/loss",
         b"train/grad_norm",
         b"train/lr",
