@@ -15,8 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import ADAM_EPSILON, fitted
 
-from optimus_jax.config import Config, DataConfig, Features, ModelConfig, OptimizerConfig
+from optimus_jax.config import (
+    Config,
+    DataConfig,
+    Features,
+    Generator,
+    ModelConfig,
+    OptimizerConfig,
+)
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.config.model import REPLACEMENT_LABELS
+from optimus_jax.data.batch import synthetic_batch
 from optimus_jax.mesh.build import discover
 from optimus_jax.models.families import FAMILIES, features_of
 from optimus_jax.plan import Plan
@@ -86,6 +95,38 @@ FAMILY_MODELS = {
     }.items()
 }
 """A small model of every further family, with features that show. `make parity` can compare it."""
+INPUT_MODELS = {
+    "vit": replace(
+        GPT,
+        name="test-vit",
+        family="vit",
+        vocab_size=1,
+        tied=False,
+        image_size=8,
+        patch_size=2,
+        max_length=17,
+        labels=("cat", "dog", "fish"),
+    ),
+    "whisper": replace(
+        GPT,
+        name="test-whisper",
+        family="whisper",
+        num_layers=4,
+        encoder_layers=2,
+        frames=12,
+        mel_bins=8,
+        max_length=20,
+    ),
+    "electra-joint": replace(
+        GPT,
+        name="test-electra-joint",
+        family="electra",
+        labels=REPLACEMENT_LABELS,
+        labelled="replacement",
+        generator=Generator(num_layers=2, embed_dim=24, num_heads=24, mlp_dim=48),
+    ),
+}
+"""Models that read images, sound, and what another model wrote. `make parity` can compare them."""
 MODELS = {"gpt": GPT, "llama": LLAMA}
 """Widths divide by 8, 6 and 3. The Llama has fewer key/value heads than tensor=4 and 8 have
 devices."""
@@ -247,7 +288,7 @@ def model_for(case: PlanCase, name: str) -> ModelConfig:
     """The model called `name`, with layers for the case's stages and key/value heads that its
     tensor axis can have.
     """
-    model, settings = (MODELS | FAMILY_MODELS)[name], dict(case.settings)
+    model, settings = (MODELS | FAMILY_MODELS | INPUT_MODELS)[name], dict(case.settings)
     if case.axes.pipe > 1:
         visits = case.axes.pipe * (2 if settings.get("parallel.schedule") == "interleaved" else 1)
         model = replace(
@@ -264,7 +305,9 @@ def make_config(
     config = Config(
         model=model,
         steps=8,
-        data=DataConfig(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
+        data=DataConfig(
+            seq_len=SEQ_LEN if model.reads == "text" else None, global_batch=GLOBAL_BATCH
+        ),
         optimizer=OptimizerConfig(lr=0.01, warmup_steps=1, clip_norm=0.5, epsilon=ADAM_EPSILON),
     )
     return config.with_values(
@@ -316,7 +359,7 @@ def random_state(program: Program) -> TrainState:
         random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
         in_layers, slots = "/layers/" in name, np.array(program.shapes.slots)
         first = (
-            VOCAB_SIZE
+            program.config.model.vocab_size
             if name.endswith("/table")
             else program.config.model.num_layers
             if in_layers
@@ -349,8 +392,31 @@ def in_order(program: Program, leaves: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def batch_of_step(program: Program, step: int) -> Batch:
-    """`host_batch` on the program's devices."""
-    return program.put_batch(host_batch(step))
+    """`host_batch`, or images or recordings, on the program's devices."""
+    model = program.config.model
+    rows = host_batch(step) if model.reads == "text" else host_inputs(model, step)
+    return program.put_batch(rows)
+
+
+@functools.cache
+def host_inputs(model: ModelConfig, step: int) -> dict[str, np.ndarray]:
+    """A global batch of random images or recordings, of which the first rows have no loss."""
+    rows = synthetic_batch(
+        vocab_size=model.vocab_size,
+        rows=GLOBAL_BATCH,
+        seq_len=model.max_length,
+        seed=step,
+        examples=np.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH,
+        patch_values=model.patch_values,
+        frames=model.frames,
+    )
+    counts = rows["loss_mask"].copy()
+    counts[: GLOBAL_BATCH // 8] = False
+    if model.labels:
+        random = np.random.default_rng(step)
+        labels = random.integers(0, len(model.labels), (GLOBAL_BATCH, 1), dtype=np.int32)
+        rows["targets"] = np.where(rows["loss_mask"], labels, rows["targets"])
+    return rows | {"loss_mask": counts}
 
 
 @functools.cache

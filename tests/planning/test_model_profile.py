@@ -184,7 +184,7 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs)
         if name == "gpt2-nano" or remat == "full"
     ]
     + [("llama-nano, lora", "none"), ("llama-nano, frozen", "full")]
-    + [("whisper-nano", "full"), ("electra-nano", "full")]
+    + [("vit-nano", "full"), ("whisper-nano", "full"), ("electra-nano", "full")]
     + [
         pytest.param(
             family,
@@ -198,7 +198,7 @@ def test_blockwise_attention_computes_more_than_the_causal_pairs(seq_len, pairs)
 def test_computed_flops_equal_those_of_the_compiled_step(name, remat):
     """Loss, gradient and update, as a run compiles them for one device."""
     model = model_called(name)
-    if not model.frames:
+    if model.reads == "text":
         model = replace(model, num_layers=2, max_length=256)
     config = Config(model=model).with_values({"parallel.remat": remat, "data.global_batch": 4})
     plan = plan_for(config, AxisSizes(), replace(discover(), num_devices=1))
