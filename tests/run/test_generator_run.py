@@ -1,9 +1,11 @@
-"""A run with a generator: exported in two parts, and a beginning for a classifier."""
+"""A run with a generator: exported in two parts, a beginning for a classifier, and resumed."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from helpers import F32_RELATIVE
 from published_models import libraries
 
 import optimus_jax
@@ -95,3 +97,20 @@ def test_a_run_of_both_does_not_begin_without_a_generator(joint, texts, tmp_path
         optimus_jax.train(
             "electra-nano", init_from=joint, data=str(texts), run_dir=tmp_path / "other", **TINY
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["electra-nano", pytest.param("bert-nano", marks=pytest.mark.nightly)]
+)
+def test_a_resumed_run_on_another_mesh_masks_the_same_tokens(name, texts, tmp_path):
+    sizes = {key: size for key, size in SIZES.items() if "generator" not in key or "elec" in name}
+    options = TINY | sizes | {"data": str(texts), "model.dropout": 0.1, "checkpoint_every": 2}
+    options |= {"steps": 4}
+    whole = optimus_jax.train(name, mesh="data=8", run_dir=tmp_path / "whole", **options)
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "parts")
+    shutil.rmtree(run_dir / "checkpoints" / "4")  # as if killed before it was saved
+    parts = optimus_jax.train(run_dir=run_dir, resume=True, mesh="pipe=2,fsdp=2,tensor=2")
+    is_resumed = [record.plan == parts.plan.digest for record in parts.history]
+    assert is_resumed == [False, False, True, True]
+    losses = [record.loss for record in whole.history]
+    assert [record.loss for record in parts.history] == pytest.approx(losses, rel=F32_RELATIVE)
