@@ -7,14 +7,19 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.config.settings import shown
+from optimus_jax.data.record_names import MESSAGES, PROMPT
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
 from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import print_to_stderr
+
+if TYPE_CHECKING:
+    from optimus_jax.inference.chats import Asked
 
 STANDARD_INPUT = "-"
 BATCH_SIZE = 8
@@ -56,8 +61,9 @@ def parser() -> Parser:
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
-        help="JSON Lines, each a text or an object with `prompt`; -: standard input. A JSON object"
-        " is printed for each, with `text`, or `texts` of several samples",
+        help="JSON Lines, each a text or an object with `prompt`, or with --chat `messages`; -:"
+        " standard input. A JSON object is printed for each, with `text`, or `texts` of several"
+        " samples",
     )
     flags.add_argument(
         "--batch-size",
@@ -68,7 +74,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--chat",
         action="store_true",
-        help="answer the prompt as a user's message, by the tokenizer's chat template",
+        help="answer the prompt as a user's message, or a conversation, by the chat template",
     )
     flags.add_argument(
         "--chat-template",
@@ -153,10 +159,13 @@ def read_prompt(name: str, flag: str = "--prompt-file") -> str:
         ) from error
 
 
-def read_prompts(name: str) -> list[str]:
+def read_prompts(name: str, *, chat: bool) -> "list[Asked]":
     """The prompts of a JSON Lines file, or of standard input.
 
-    Raises ConfigError if it cannot be read, or a line holds none.
+    Args:
+      chat: whether a line may have the messages of a conversation.
+    Raises:
+      ConfigError: it cannot be read, or a line holds no prompt.
     """
     prompts = []
     text = read_prompt(name, "--prompts").removeprefix("\ufeff")
@@ -167,8 +176,19 @@ def read_prompts(name: str) -> list[str]:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        found = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(found, str) or not found:
+        if isinstance(value, dict):
+            found = value.get(MESSAGES if MESSAGES in value else PROMPT)
+        else:
+            found = value
+        if isinstance(found, list) and found and not chat:
+            raise ConfigError(
+                explain(
+                    f"line {number} is a conversation, and prompts are texts to continue",
+                    given=f"--prompts {name}: {shown(line)}",
+                    do="add --chat, to answer it by the chat template",
+                )
+            )
+        if not isinstance(found, str | list) or not found:
             raise ConfigError(
                 explain(
                     f"line {number} holds no prompt",
@@ -217,11 +237,11 @@ def main() -> None:
 
     from optimus_jax.inference.text_model import GenerationSettings
 
+    prompt, prompts = given["prompt"], []
     if given["prompts"] is not None:
-        prompts = read_prompts(given["prompts"])
-    else:
-        named = given["prompt"]
-        prompts = [read_prompt(given["prompt_file"]) if named is None else named]
+        prompts = read_prompts(given["prompts"], chat=given["chat"])
+    elif prompt is None:
+        prompt = read_prompt(given["prompt_file"])
     with flags.own_words():
         how = GenerationSettings(
             **{each.name: given[each.name] for each in fields(GenerationSettings)}
@@ -230,9 +250,9 @@ def main() -> None:
         step = "" if model.step is None else f" after step {model.step}"
         told = f"{model.config.name}{step}"
         if given["prompts"] is None:
-            pieces = model.generate(prompts[0], how, warn=print_to_stderr)
+            pieces = model.generate(prompt, how, warn=print_to_stderr)
             print_to_stderr(told)
-            show("" if given["chat"] else prompts[0], pieces)
+            show("" if given["chat"] else prompt, pieces)
             return
         size = BATCH_SIZE if given["batch_size"] is None else given["batch_size"]
         texts = model.generate_each(prompts, how, batch_size=size, warn=print_to_stderr)
@@ -244,13 +264,14 @@ def main() -> None:
             redirect_stdout=False,  # texts go where the user sends them
         )
         with shown:
-            for prompt, of_samples in shown.track(
+            for asked, of_samples in shown.track(
                 zip(prompts, texts, strict=True), total=len(prompts), description="Generating"
             ):
-                show_json(prompt, of_samples)
+                show_json(asked, of_samples)
 
 
-def show_json(prompt: str, texts: Sequence[str]) -> None:
+def show_json(prompt: "Asked", texts: Sequence[str]) -> None:
     """Print a JSON object with a prompt and the text of its sample, or the texts of several."""
+    asked = {PROMPT if isinstance(prompt, str) else MESSAGES: prompt}
     of_samples = {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
-    print(json.dumps({"prompt": prompt, **of_samples}, ensure_ascii=False), flush=True)
+    print(json.dumps(asked | of_samples, ensure_ascii=False), flush=True)

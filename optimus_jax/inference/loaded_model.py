@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.config.axes import AxisSizes, mesh_text
 from optimus_jax.data.given import RandomAccess, check_ends, check_records
 from optimus_jax.data.recordings import check_libraries, recordings_in, samples_of
+from optimus_jax.data.records import Message
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, OptimusError, counted, explain
+from optimus_jax.inference.chats import Asked, is_one_prompt
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
@@ -114,17 +116,20 @@ class LoadedModel:
         return list(answers)
 
     @overload
-    def generate(self, prompt: str, **settings: Any) -> str: ...
+    def generate(self, prompt: str | list[Message], **settings: Any) -> str: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[str], *, batch_size: int = 8, **settings: Any
+        self, prompt: Sequence[str] | list[list[Message]], *, batch_size: int = 8, **settings: Any
     ) -> list[str]: ...
 
     def generate(
-        self, prompt: str | Sequence[str], *, batch_size: int = 8, **settings: Any
+        self, prompt: Asked | Sequence[Asked], *, batch_size: int = 8, **settings: Any
     ) -> str | list[str]:
         """The text that follows a prompt, without it; of several prompts, that of each.
+
+        A prompt is a text, or a conversation so far: a list of messages, each a dict with `role`
+        and `content`, which the model answers by the tokenizer's chat template.
 
         Args:
           batch_size: most prompts at once.
@@ -132,13 +137,14 @@ class LoadedModel:
         Raises:
           OptimusError: as `stream` does, before anything is generated.
         """
-        if isinstance(prompt, str):
+        if is_one_prompt(prompt):
             return "".join(self.stream(prompt, **settings))
         warn, how = self._generation(settings)
-        texts = self.text_model.generate_each(prompt, how, batch_size=batch_size, warn=warn)
+        several = cast("Sequence[Asked]", prompt)
+        texts = self.text_model.generate_each(several, how, batch_size=batch_size, warn=warn)
         return [text for (text,) in texts]
 
-    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+    def stream(self, prompt: Asked, **settings: Any) -> Iterator[str]:
         """The text that follows a prompt, in pieces, while it is generated.
 
         Args:

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from optimus_jax.config import DataConfig, ModelConfig
-from optimus_jax.data.chat_template import OTHER_TEMPLATE
-from optimus_jax.data.record_names import ASSISTANT, USER
-from optimus_jax.data.records import Conversation, NotConversationError
-from optimus_jax.data.rendered_chat import ChatWriter
+from optimus_jax.data.records import check_characters
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.inference.chats import Asked, chat_ids, ends_of_turns
 from optimus_jax.inference.generation import Prompt, generate_ids, rounded_up
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_token_scores
 from optimus_jax.inference.sampling import Sampling, check_range
@@ -66,6 +64,11 @@ class GenerationSettings:
         """How each token is drawn."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
+    def for_prompts(self, prompts: Sequence[Asked]) -> "GenerationSettings":
+        """The same, with `chat` if one of some prompts is a conversation."""
+        is_chat = self.chat or not all(isinstance(prompt, str) for prompt in prompts)
+        return replace(self, chat=is_chat)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextModel:
@@ -115,7 +118,7 @@ class TextModel:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Asked,
         settings: GenerationSettings | None = None,
         *,
         warn: Callable[[str], object] = warnings.warn,
@@ -131,19 +134,20 @@ class TextModel:
           OptimusError: raised by the call, not by the iterator: the prompt is empty, too long or
             has unknown tokens.
         """
-        settings = settings or GenerationSettings()
+        settings = (settings or GenerationSettings()).for_prompts([prompt])
         tokens = self._prompt(prompt, settings, warn)
         return self._pieces([tokens], settings, self._ends(settings, warn))
 
     def generate_each(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Asked],
         settings: GenerationSettings | None = None,
         *,
         batch_size: int = 8,
         warn: Callable[[str], object] = warnings.warn,
     ) -> Iterator[list[str]]:
-        """The texts that follow each prompt, one string per sample, in the order of the prompts.
+        """The texts that follow each prompt, one string per sample, in the order of the prompts. If
+        one of them is a conversation, texts among them are a user's messages.
 
         A text is that of `generate`, as far as a sum over other shapes rounds alike.
 
@@ -152,7 +156,7 @@ class TextModel:
         Raises:
           OptimusError: raised by the call, not by the iterator: as of `generate`, of any prompt.
         """
-        settings = settings or GenerationSettings()
+        settings = (settings or GenerationSettings()).for_prompts(prompts)
         check_range(batch_size >= 1, "batch_size", batch_size, "choose 1 or more")
         tokens = []
         for number, prompt in enumerate(prompts, 1):
@@ -223,7 +227,7 @@ class TextModel:
         yield [text.rest() for text in texts]
 
     def _prompt(
-        self, prompt: str, settings: GenerationSettings, warn: Callable[[str], object]
+        self, prompt: Asked, settings: GenerationSettings, warn: Callable[[str], object]
     ) -> Prompt:
         """Tokens of a prompt, and how many may follow it."""
         past, most = settings.past_trained_length, settings.max_new_tokens
@@ -272,32 +276,13 @@ class TextModel:
             return self.config.max_length
         return min(self.trained_length, self.config.max_length)
 
-    def _chat_writer(self) -> ChatWriter:
-        return ChatWriter(
-            template=self.tokenizer.chat_template, special_tokens=self.tokenizer.special_tokens
-        )
-
     def _ends(self, settings: GenerationSettings, warn: Callable[[str], object]) -> tuple[int, ...]:
         """The tokens that end a sample, besides eos."""
-        of_turn = self._ends_of_turns(warn) if settings.chat else ()
+        of_turn = ends_of_turns(self.tokenizer, warn) if settings.chat else ()
         return (*of_turn, *self.generation_tokens("eos_token_id"))
 
-    def _ends_of_turns(self, warn: Callable[[str], object]) -> tuple[int, ...]:
-        """The token that ends the assistant's turns, if the template has one."""
-        messages = [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "a"}]
-        try:
-            rendered = self._chat_writer()(Conversation(messages=messages))
-        except NotConversationError:
-            warn(
-                "the chat template does not say where an answer ends, so it ends like a document,"
-                " or before a text that is given with --stop"
-            )
-            return ()
-        (chat,) = self.tokenizer.encode_chats([rendered])
-        return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
-
     def encode(
-        self, prompt: str, *, chat: bool = False, past_trained_length: bool = False
+        self, prompt: Asked, *, chat: bool = False, past_trained_length: bool = False
     ) -> np.ndarray:
         """Token ids of a prompt, after `begin`; of a chat, as its template writes it.
 
@@ -305,23 +290,13 @@ class TextModel:
         """
         self._check_reads_text()
         try:
-            prompt.encode()
+            check_characters(prompt)
         except UnicodeEncodeError as error:
             raise DataError(
                 explain("the prompt is not text", given=error, do="give valid UTF-8")
             ) from error
-        if chat:
-            try:
-                rendered = self._chat_writer().prompt([{"role": USER, "content": prompt}])
-            except NotConversationError as error:
-                raise DataError(
-                    explain(
-                        "the chat template cannot write out the prompt",
-                        given=error,
-                        do=OTHER_TEMPLATE,
-                    )
-                ) from error
-            ids = self.tokenizer.encode_chats([rendered])[0].ids
+        if chat or not isinstance(prompt, str):
+            ids = chat_ids(self.tokenizer, prompt)
         else:
             text = self.tokenizer.encode(prompt)
             ids = np.concatenate([np.array(self.begin, text.dtype), text])

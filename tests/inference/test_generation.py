@@ -28,6 +28,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import AxisSizes
 from optimus_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from optimus_jax.errors import CheckpointError, ConfigError, DataError, OptimusError
+from optimus_jax.inference.chats import ends_of_turns
 from optimus_jax.inference.generation import (
     Prompt,
     generate_ids,
@@ -35,6 +36,7 @@ from optimus_jax.inference.generation import (
     prefill,
     rounded_up,
 )
+from optimus_jax.inference.loaded_model import LoadedModel
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, unpadded
 from optimus_jax.inference.sampling import Sampling, candidates, draw
@@ -700,7 +702,7 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
     assert plain == theirs.apply_chat_template(
         [{"role": "user", "content": "what?"}], add_generation_prompt=True, return_dict=False
     )
-    (end,) = model._ends_of_turns(pytest.fail)
+    (end,) = ends_of_turns(tokenizer, pytest.fail)
     assert theirs.convert_ids_to_tokens(end) == "<|im_end|>"
     assert ids.tolist().count(end) == 1  # the template's own, not that of the message
     drawn = generated(model, ids, num_new_tokens=8, temperature=0)[0].tolist()
@@ -708,6 +710,27 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
     assert again[0].tolist() == [*drawn[: drawn.index(drawn[3])], tokenizer.eos]
     with pytest.raises(DataError, match="chat template"):
         replace(model, tokenizer=ByteTokenizer()).encode("what?", chat=True)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": "this"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert model.encode(messages).tolist() == theirs.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    greedy = GenerationSettings(max_new_tokens=3, temperature=0)
+    loaded = LoadedModel(source="a model", loaded=model, step=None)
+    ask = {"max_new_tokens": 3, "temperature": 0}
+    alone = loaded.generate(messages, **ask)
+    assert [alone] == next(model.generate_each([messages], greedy))
+    assert loaded.generate([messages, messages[1:2]], **ask) == [
+        alone,
+        loaded.generate("what?", chat=True, **ask),
+    ]
+    for wrong, why in (([{"content": "what?"}], "an object with a role"), ([], "a list of")):
+        with pytest.raises(DataError, match=f"(?s)no conversation.*{why}"):
+            model.encode(wrong)
 
 
 def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, monkeypatch):
@@ -760,7 +783,7 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
     trained, tmp_path, capsys, monkeypatch
 ):
     def output(*flags: str) -> str:
-        prompt = [] if "--prompt" in flags else ["--prompt", "th"]
+        prompt = [] if {"--prompt", "--prompts"} & {*flags} else ["--prompt", "th"]
         common = ["--temperature", "0", "--max-new-tokens", "4", *prompt, *flags]
         monkeypatch.setattr(sys, "argv", ["generate", "--run", str(trained.run_dir), *common])
         generate.main()
@@ -776,6 +799,17 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
         output("--chat", "--chat-template", str(template))
     with pytest.raises(ConfigError, match="without --chat"):
         output("--chat-template", str(template))
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}e")
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "t"}, {"role": "assistant", "content": "h"}]
+    chats.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ConfigError, match=r"(?s)line 1 is a conversation.*add --chat"):
+        output("--prompts", str(chats))
+    answered = json.loads(
+        output("--prompts", str(chats), "--chat", "--chat-template", str(template))
+    )
+    assert answered["messages"] == messages
+    assert "the" + answered["text"] + "\n" == output("--prompt", "the")
     with pytest.raises(ConfigError, match="leave --eos out"):
         output("--eos", "x")
 

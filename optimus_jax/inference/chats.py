@@ -1,0 +1,71 @@
+"""Conversations as prompts: their tokens, and those that end an answer."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from optimus_jax.data.chat_template import OTHER_TEMPLATE
+from optimus_jax.data.record_names import ASSISTANT, MESSAGES, ROLE, USER
+from optimus_jax.data.records import Conversation, Message, NotConversationError, messages_in
+from optimus_jax.data.rendered_chat import ChatWriter
+from optimus_jax.data.tokenizers import Tokenizer
+from optimus_jax.errors import DataError, explain
+
+Asked = str | list[Message]
+"""A prompt: a text, or the messages of a conversation so far, oldest first, each a dict with `role`
+and `content`."""
+
+
+def is_one_prompt(value: Asked | Sequence[Asked]) -> TypeGuard[Asked]:
+    """Whether a value is one prompt, and not several: a text, or a list of dicts."""
+    is_conversation = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, str) or is_conversation
+
+
+def chat_ids(tokenizer: Tokenizer, prompt: Asked) -> np.ndarray:
+    """Token ids of a conversation, as the chat template writes it, and of the beginning of the
+    assistant's next message: int [L]. A text is a user's message.
+
+    Raises DataError if it is no conversation, or the template cannot write it out.
+    """
+    try:
+        messages = (
+            [{ROLE: USER, "content": prompt}]
+            if isinstance(prompt, str)
+            else messages_in({MESSAGES: prompt}, MESSAGES)
+        )
+    except NotConversationError as error:
+        raise DataError(
+            explain(
+                "the prompt is no conversation",
+                given=error,
+                do='give a text, or messages such as [{"role": "user", "content": "Hello"}]',
+            )
+        ) from error
+    try:
+        rendered = _writer(tokenizer).prompt(messages)
+    except NotConversationError as error:
+        raise DataError(
+            explain("the chat template cannot write out the prompt", given=error, do=OTHER_TEMPLATE)
+        ) from error
+    return tokenizer.encode_chats([rendered])[0].ids
+
+
+def ends_of_turns(tokenizer: Tokenizer, warn: Callable[[str], object]) -> tuple[int, ...]:
+    """The token that ends the assistant's turns, if the chat template has one."""
+    messages = [{ROLE: USER, "content": "a"}, {ROLE: ASSISTANT, "content": "a"}]
+    try:
+        rendered = _writer(tokenizer)(Conversation(messages=messages))
+    except NotConversationError:
+        warn(
+            "the chat template does not say where an answer ends, so it ends like a document, or"
+            " before a text that is given with --stop"
+        )
+        return ()
+    (chat,) = tokenizer.encode_chats([rendered])
+    return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
+
+
+def _writer(tokenizer: Tokenizer) -> ChatWriter:
+    return ChatWriter(template=tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
