@@ -103,7 +103,7 @@ class PhaseChanges:
         switched = switcher.enter(state, prepared, step=step, why=why)
         if switched.is_done:
             if not prepared.stays:
-                self._tell_of_move(prepared, switched, step, why)
+                log_move(self._run, prepared, switched, step, why)
             self.tell(
                 source, switched, step, compile_s=prepared.target.compile_s, was_ready=is_ready
             )
@@ -147,25 +147,6 @@ class PhaseChanges:
             f" tokens{changed}"
         )
 
-    def _tell_of_move(self, prepared: Prepared, switched: Switched, step: int, why: str) -> None:
-        plan, phases_s = prepared.target.plan, {"prepare_s": prepared.compile_s, **switched.costs_s}
-        self._run.log_event(
-            "remesh",
-            step,
-            plan=plan.digest,
-            layout=plan.describe(),
-            from_plan=prepared.source.plan.digest,
-            switch_method=None,
-            why=why,
-            phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
-            bytes_moved=prepared.forward.sent_bytes,
-            step_delay_s=sum(switched.costs_s.values()),
-        )
-
-    def close(self) -> None:
-        """Wait until a running compilation is done."""
-        self._switcher.close()
-
     def _is_begun(self, phase: TrainingPhase) -> bool:
         return self._is_for == phase and self._source is self._switcher.running
 
@@ -175,6 +156,25 @@ class PhaseChanges:
             self._plan_of(phase, self._source.plan), config=in_phase(self._config, phase)
         )
         return self._next
+
+
+def log_move(
+    run: RunDirectory, prepared: Prepared, switched: Switched, step: int, why: str
+) -> None:
+    """Record that the state has moved after `step`, without a decision of a controller."""
+    plan, phases_s = prepared.target.plan, {"prepare_s": prepared.compile_s, **switched.costs_s}
+    run.log_event(
+        "remesh",
+        step,
+        plan=plan.digest,
+        layout=plan.describe(),
+        from_plan=prepared.source.plan.digest,
+        switch_method=None,
+        why=why,
+        phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
+        bytes_moved=prepared.forward.sent_bytes,
+        step_delay_s=sum(switched.costs_s.values()),
+    )
 
 
 def _result(preparation: Preparation, phase: TrainingPhase) -> Prepared:

@@ -17,7 +17,7 @@ from optimus_jax.config.phases import TrainingPhase, in_phase, phase_after
 from optimus_jax.control.assembly import make_controller
 from optimus_jax.control.controller import Controller
 from optimus_jax.control.disk_transfer import DiskTransfer
-from optimus_jax.control.executables import Executable, executable_of
+from optimus_jax.control.executables import executable_of
 from optimus_jax.control.journal import Journal
 from optimus_jax.control.phase_changes import PhaseChanges
 from optimus_jax.control.switch import Switcher
@@ -37,6 +37,7 @@ from optimus_jax.run.background_exports import BackgroundExports
 from optimus_jax.run.first_plan import RunDevices
 from optimus_jax.run.first_state import first_state, make_snapshots
 from optimus_jax.run.inputs import Inputs
+from optimus_jax.run.mesh_changes import MeshChanges
 from optimus_jax.run.resumed_config import ResumedConfig
 from optimus_jax.run.start_log import derived_settings, log_start
 from optimus_jax.run.start_table import show_start_table
@@ -194,17 +195,23 @@ def run_program(
             program, step, metadata | inputs.position_after(step), learning
         ),
     )
+    switcher = Switcher(
+        running=executable_of(step),
+        settings=config.controller,
+        journal=Journal(run),
+        bytes_per_device=topology.bytes_per_device,
+        probe=inputs.probe,
+        disk_transfer=disk_transfer,
+    )
     controller, changes = _make_controllers(
         config,
         devices,
-        executable_of(step),
+        switcher,
         step.compile_s,
         choice.tried_s,
-        inputs,
         heartbeats,
         run,
         display,
-        disk_transfer,
     )
 
     def report_failed_save(text: str) -> None:
@@ -249,15 +256,22 @@ def run_program(
             with display:
                 try:
                     if has_own_loop:
-                        outcome = yield from _own_loop(TrainingLoop(trainer, state))
+                        meshes = MeshChanges(
+                            topology=topology,
+                            pricing=devices.pricing,
+                            switcher=switcher,
+                            inputs=inputs,
+                            run=run,
+                            display=display,
+                        )
+                        outcome = yield from _own_loop(TrainingLoop(trainer, state, meshes))
                     else:
-                        trainer, outcome = _train_all_phases(
+                        outcome = _train_all_phases(
                             trainer, state, first_step, inputs, controller, changes
                         )
                 finally:
                     progress.begin("end")
-                    if (director := controller or changes) is not None:
-                        director.close()
+                    (controller or switcher).close()
         except Exception as error:
             with suppress(OptimusError):  # the first error says more
                 checkpoints.close()
@@ -275,7 +289,7 @@ def run_program(
         _show_end(display, outcome, run, config)
         with all_or_none():  # if the others left, JAX would take a slow process for lost
             callbacks.finish()
-        return outcome, trainer.program.plan
+        return outcome, switcher.running.plan
 
 
 def _profiler(
@@ -302,30 +316,18 @@ def _profiler(
 def _make_controllers(
     config: Config,
     devices: RunDevices,
-    running: Executable,
+    switcher: Switcher,
     compile_s: float,
     tried_s: Mapping[Plan, float],
-    inputs: Inputs,
     heartbeats: Heartbeats | None,
     run: RunDirectory,
     display: Display,
-    disk_transfer: DiskTransfer,
 ) -> tuple[Controller | None, PhaseChanges | None]:
     """The controller and the phase changes of a run; None for what the run does not need."""
-    has_controller, topology = (
-        config.control != "off" and devices.local_cluster is not None,
-        devices.topology,
-    )
+    topology = devices.topology
+    has_controller = config.control != "off" and devices.local_cluster is not None
     if not has_controller and not config.data.phases:
         return None, None
-    switcher = Switcher(
-        running=running,
-        settings=config.controller,
-        journal=Journal(run),
-        bytes_per_device=topology.bytes_per_device,
-        probe=inputs.probe,
-        disk_transfer=disk_transfer,
-    )
 
     def plan_in(phase: TrainingPhase, plan: Plan) -> Plan:
         return plan_of(
@@ -373,8 +375,8 @@ def _train_all_phases(
     inputs: Inputs,
     controller: Controller | None,
     changes: PhaseChanges | None,
-) -> tuple[Trainer, TrainingResult]:
-    """Train to the end of the run, across plans and phases; return the last trainer and outcome."""
+) -> TrainingResult:
+    """Train to the end of the run, across plans and phases."""
     while True:
         if changes is not None and controller is None:
             changes.prepare(step)
@@ -396,7 +398,7 @@ def _train_all_phases(
         trainer = replace(trainer, loader=batches.loader, held_out=batches.held_out)
     if controller is not None:
         controller.stop(outcome.last_step)
-    return trainer, outcome
+    return outcome
 
 
 def _in_next_phase(

@@ -5,16 +5,17 @@ what stops it. What the loop does between steps is the caller's.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, PlanError, explain
 from optimus_jax.faults.stopping import exit_code_after
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.step_record import EvalRecord
@@ -27,6 +28,11 @@ from optimus_jax.training.trainer import (
     Trainer,
     TrainingResult,
 )
+
+ChangeMesh = Callable[
+    [Trainer, TrainState, int, Mapping[str, Any]], tuple[Trainer, TrainState, str]
+]
+"""Moves the state after a step to another plan (run/mesh_changes.py)."""
 
 
 class TrainingLoop:
@@ -43,8 +49,8 @@ class TrainingLoop:
     go on.
     """
 
-    def __init__(self, trainer: Trainer, state: TrainState) -> None:
-        self._trainer, self._state = trainer, state
+    def __init__(self, trainer: Trainer, state: TrainState, change_mesh: ChangeMesh) -> None:
+        self._trainer, self._state, self._change_mesh = trainer, state, change_mesh
         self._number = int(state.step)
         self._agree = None if trainer.is_alone else Agreement(trainer.program.mesh)
         self._pending: PendingStep | None = None
@@ -52,7 +58,7 @@ class TrainingLoop:
         self._last_loss = float("nan")
         self._is_over = False
         self._given: HostBatch | None = None
-        """The batch that iterating has given last."""
+        """The batch that iterating has given and that is not learnt yet."""
         self._like: dict[str, str] | None = None
         """The arrays of a batch of the run; None: nobody has asked."""
         trainer.count_flops()
@@ -108,9 +114,14 @@ class TrainingLoop:
         return self._reason != "done" or is_last
 
     def __iter__(self) -> Iterator[HostBatch]:
-        batches = self._trainer.loader.iterate(self._number + 1)
+        loader = self._trainer.loader
+        batches = loader.iterate(self._number + 1)
         try:
             while not self.is_stopping:
+                if loader is not self._trainer.loader:  # another mesh may read other rows
+                    batches.close()
+                    loader = self._trainer.loader
+                    batches = loader.iterate(self._number + 1)
                 number, batch = next(batches)
                 if not self._trainer.stop.begins(number):
                     continue  # a stop was requested meanwhile
@@ -154,6 +165,7 @@ class TrainingLoop:
             self._read()
             trainer.begin_profile(self._number)
         self._check_batch(batch)
+        self._given = None
         if self._pending is None:
             self._clock = time.perf_counter()  # the caller's time before is no step's
         trainer.stop.begins(upcoming)
@@ -177,6 +189,53 @@ class TrainingLoop:
             trainer.end_profile(upcoming)
         trainer.progress.begin("caller")
         return metrics
+
+    def remesh(self, mesh: str, **settings: Any) -> Plan:
+        """Go on under another layout: the state moves from device to device and is verified, and
+        no step is lost. The new plan is compiled first, and training waits for it; a plan that the
+        run was under before is kept compiled (`controller.executables`).
+
+        Every process calls it after the same step.
+
+        Args:
+          mesh: sizes of the axes, such as "fsdp=4,tensor=2"; auto: the planner chooses.
+          settings: others of `parallel`, such as zero=1 or microbatches=4. Those of the layout that
+            are not given are as at a start with this mesh.
+        Returns:
+          The plan that the run is under now.
+        Raises:
+          ConfigError: the run is over, a batch that was given is not learnt yet, or a setting is
+            none of `parallel`.
+          PlanError: there is no such plan, it does not fit into memory, or the state could not be
+            moved. The run goes on under its plan.
+          FaultError: the state was moved in part and is lost; its newest checkpoint is not.
+        """
+        self._check_open()
+        if self._given is not None:
+            raise ConfigError(
+                explain(
+                    "a batch was given under the present mesh, and is not learnt yet",
+                    given=f"remesh({mesh!r}) before the step {self._number + 1}",
+                    do="call loop.step(batch) first",
+                )
+            )
+        self._read()
+        trainer, self._state, why_not = self._change_mesh(
+            self._trainer, self._state, self._number, {"mesh": mesh, **settings}
+        )
+        if why_not:
+            raise PlanError(
+                explain(
+                    "the state could not be moved to another mesh, and the run keeps its own",
+                    given=f"{mesh}: {why_not}",
+                    do="stay, or start with --resume under that mesh",
+                )
+            )
+        self._trainer, self._like = trainer, None
+        if self._agree is not None:
+            self._agree = Agreement(trainer.program.mesh)
+        trainer.count_flops()
+        return self.plan
 
     def evaluate(self) -> EvalRecord | None:
         """Measure what the run holds out; None: it cannot be measured, and a message says why.

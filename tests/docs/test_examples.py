@@ -18,6 +18,7 @@ PRINTS = {
     "own_loop": ["step 10: held-out loss ", " on data=8"],
     "own_loss": ["data=8 ", "pipe=2,fsdp=2,tensor=2 ", "they differ by 0.000"],
     "phases": ["step_time_s", "   6 ", "loss"],
+    "remesh_live": ["step 4 on fsdp=4,tensor=2", "step 9 on pipe=2,data=4", " MB moved in "],
     "several_hosts": ["done on data=2,fsdp=4: "],
     "plan_a_cluster": [
         "1. ",

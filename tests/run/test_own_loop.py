@@ -5,11 +5,12 @@ import signal
 
 import numpy as np
 import pytest
+from helpers import F32_RELATIVE
 from shared_programs import shared_programs  # noqa: F401
 
 import optimus_jax
 from optimus_jax.data.batch import synthetic_batch
-from optimus_jax.errors import ConfigError, LearningError
+from optimus_jax.errors import ConfigError, LearningError, PlanError
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.callbacks import Callback
 
@@ -183,3 +184,48 @@ def test_a_run_that_no_longer_learns_ends(text, tmp_path):
     with pytest.raises(LearningError):
         learn(text, tmp_path / "run", lambda loop: None, steps=40, **more)
     assert len(RunDirectory(tmp_path / "run").metrics()) < 40
+
+
+def test_a_loop_moves_to_another_mesh_and_back(text, tmp_path):
+    options = {"steps": 7, "eval_every": 3, "model.dropout": 0.1, "optimizer.decay_steps": 7}
+    whole = optimus_jax.train(
+        "gpt2-nano", data=text, run_dir=tmp_path / "whole", **OPTIONS | options
+    )
+    run, plans = tmp_path / "run", []
+    with begin(text, run, **options) as loop:
+        first = loop.plan
+        for batch in loop:
+            if loop.steps_done == 1:
+                with pytest.raises(ConfigError, match=r"not learnt yet(.|\n)*loop\.step"):
+                    loop.remesh("fsdp=8")
+            loop.step(batch)
+            plans.append(loop.plan)
+            if loop.steps_done == 2:
+                assert loop.remesh("pipe=2,fsdp=4", zero=1, microbatches=2) == loop.plan
+                assert (str(loop.plan.axes), loop.plan.zero) == ("pipe=2,fsdp=4", 1)
+                measured = loop.evaluate()
+            if loop.steps_done == 4:
+                for wrong, error in (("fsdp=5", PlanError), ("data=3", PlanError)):
+                    with pytest.raises(error):
+                        loop.remesh(wrong)
+                with pytest.raises(ConfigError, match=r"nothing else(.|\n)*optimizer\.lr"):
+                    loop.remesh("fsdp=8", lr=1.0)
+                moved = loop.plan
+                loop.remesh(str(first.axes))
+            if loop.steps_done == 5:
+                break
+    assert plans == [first, first, moved, moved, first]
+    assert moved != first
+    moves = events(run, "remesh")
+    assert [(event["step"], event["plan"]) for event in moves] == [
+        (2, moved.digest),
+        (4, first.digest),
+    ]
+    assert all(event["bytes_moved"] > 0 for event in moves)
+    assert measured.loss > 0
+    optimus_jax.train(run_dir=run, resume=True, progress="none")
+    losses = [
+        [record.loss for record in RunDirectory(path).metrics()] for path in (run, whole.run_dir)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=F32_RELATIVE)
+    assert losses[0][:2] == losses[1][:2]
