@@ -6,51 +6,28 @@
     python benchmarks/planner.py --ranks                   # 2 minutes
     ... --json                                             # every figure as JSON
 
---vtrain leaves out whole models and whole widths, fits to the rest and predicts them. --published
-compares with layouts and throughputs that others have published. --ranks shows where published
-layouts come in this project's own ranking.
-
-vTrain's rows are iteration times of GPT under Megatron on A100s (Bang et al., MICRO 2024,
-https://github.com/VIA-Research/vTrain). They are read from a folder and are not part of this
-project. A row becomes a (ModelConfig, Plan, Cluster) and is priced by
-`optimus_jax.planning.cost.cost.predict` like the planner's own candidates, except that the
-implementation profile is Megatron's. Facts that the rows do not state are inferred from them; the
-code that uses such a fact says so.
+--vtrain leaves out whole models, widths and numbers of nodes, fits to the rest and predicts them,
+with and without corrections. --published compares with layouts and throughputs that others have
+published. --ranks shows where published layouts come in this project's own ranking.
 """
 
 import argparse
-import csv
 import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from published import published_report, rank_report, read, scaling_report, terms_report
 from published_comparisons import comparison_report
+from vtrain import DEVICES_PER_HOST, ONE_NODE, SEVERAL_NODES, Row, Rows, start
 
-from optimus_jax.config import ModelConfig
-from optimus_jax.config.axes import AxisSizes
-from optimus_jax.mesh.rules import make_rules
-from optimus_jax.plan import Pipelining, Plan
-from optimus_jax.planning.cost.implementation_profile import MEGATRON
 from optimus_jax.planning.cost.rates import Rates
-from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.learning.fit import FITTED, Sample, fit_rates
-from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.system.paths import path_argument
 
-DEVICES_PER_HOST = 8
-NETWORK = "inter_host=12.5GB/s"
-"""Network of vTrain's cluster: four ports of 200 Gb/s for the eight devices of a host."""
-VOCAB_SIZES = {True: 50257, False: 51200}
-"""Vocabulary on one node (True) and on several (False). The rows on one node fit GPT-2's unaligned
-size: at tensor=1 the head is three times as slow as its FLOPs and its speed at tensor=2 suggest. On
-several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
-STATE_BYTES, MEMORY_BYTES = 18, 80e9
-"""State bytes per parameter with Adam in mixed precision; memory of a device."""
-ONE_NODE, SEVERAL_NODES = "ground_truth_single.csv", "ground_truth_multi.csv"
 TARGETS = {
     "mape": "0.08 on one node, 0.10 on several",
     "spearman_mean": 0.9,
@@ -58,139 +35,6 @@ TARGETS = {
     "top3_regret": 0.005,
 }
 """Targets with whole models left out."""
-
-
-def gpt(embed: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> ModelConfig:
-    """A GPT of these sizes."""
-    return ModelConfig(
-        name=f"gpt-{embed}x{layers}",
-        vocab_size=vocab_size,
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed // heads,
-        mlp_dim=4 * embed,
-        max_length=seq_len,
-    )
-
-
-def megatron_plan(
-    model: ModelConfig, axes: AxisSizes, microbatches: int, *, recomputes: bool
-) -> Plan:
-    """The plan that Megatron-LM ran.
-
-    It is priced as bf16, because Megatron's f16 sums take two bytes per element, like this
-    project's bf16 sums and unlike its f16 sums.
-    """
-    pipeline = (
-        None
-        if axes.pipe == 1
-        else Pipelining(
-            schedule="1f1b",
-            layers_per_stage=(model.num_layers // axes.pipe,) * axes.pipe,
-            repeats=1,
-            send_slack=False,
-            keep_residuals=True,
-        )
-    )
-    return Plan(
-        axes=axes,
-        rules=make_rules(model),
-        zero=0,
-        pipeline=pipeline,
-        microbatches=microbatches,
-        remat="full" if recomputes else "none",
-        precision="bf16",
-        attention="xla",
-        loss_chunk_tokens=model.max_length,
-    )
-
-
-class Row:
-    """One line of a file."""
-
-    def __init__(self, line: Mapping[str, str]):
-        number = {name.strip(): float(value) for name, value in line.items()}
-        self.devices, self.global_batch, self.rows = (
-            int(number[name]) for name in ("# GPUs", "global batch", "micro batch")
-        )
-        self.embed, self.layers, self.heads = (
-            int(number[name]) for name in ("hidden size", "# layers", "attention heads")
-        )
-        self.seq_len = int(number["sequence length"])
-        self.tensor, self.data, self.pipe = (
-            int(number[f"{name} parallelism"]) for name in ("tensor", "data", "pipeline")
-        )
-        self.step_time_s = number["iteration time (ms)"] / 1e3
-
-    @property
-    def model(self) -> tuple[int, ...]:
-        """The fields that distinguish models."""
-        return self.embed, self.layers, self.heads, self.seq_len
-
-    @property
-    def group(self) -> Hashable:
-        """The key that rows share if a planner would choose among them."""
-        return *self.model, self.devices, self.global_batch
-
-    def sample(self, *, recomputes: bool) -> Sample:
-        """The row as a Sample of the planner."""
-        hosts = -(-self.devices // DEVICES_PER_HOST)
-        model = gpt(self.embed, self.layers, self.heads, self.seq_len, VOCAB_SIZES[hosts == 1])
-        return Sample(
-            workload=Workload(model=model, seq_len=self.seq_len, global_batch=self.global_batch),
-            plan=megatron_plan(
-                model,
-                AxisSizes(pipe=self.pipe, data=self.data, tensor=self.tensor),
-                self.global_batch // (self.data * self.rows),
-                recomputes=recomputes,
-            ),
-            cluster=Cluster.parse(
-                f"a100:{hosts}x{DEVICES_PER_HOST}", [NETWORK] if hosts > 1 else []
-            ),
-            step_time_s=self.step_time_s,
-            implementation=MEGATRON,
-        )
-
-
-class Rows:
-    """Rows, and their samples in the same order.
-
-    The rows do not state remat. On several nodes it is taken as full, because some row of each
-    model would not fit otherwise; on one node, where all rows fit, as none.
-    """
-
-    def __init__(self, rows: Iterable[Row]):
-        self.rows = list(rows)
-        self.samples = [row.sample(recomputes=row.devices > DEVICES_PER_HOST) for row in self.rows]
-
-    @classmethod
-    def read(cls, *paths: Path) -> "Rows":
-        """Read CSV files, with or without the first column that some have. Exits if unreadable."""
-        rows: list[Row] = []
-        for path in paths:
-            try:
-                with path.open(newline="", encoding="utf-8-sig") as file:
-                    found = [Row(line) for line in csv.DictReader(file)]
-            except (OSError, KeyError, ValueError) as error:
-                raise SystemExit(
-                    f"error: {path} cannot be read as vTrain's rows: {error!r}"
-                ) from error
-            if not found:
-                raise SystemExit(f"error: {path} has no rows")
-            rows += found
-        return cls(rows)
-
-    def where(self, wanted: Callable[[Row], bool]) -> "Rows":
-        """The rows that satisfy `wanted`."""
-        return Rows(filter(wanted, self.rows))
-
-
-def start() -> Rates:
-    """The rates of an A100 before anything is fitted."""
-    return Rates.of(Cluster.parse("a100:8").accelerator)
-
 
 Asked = list[tuple[Row, float, bool]]
 """Rows with their predicted time, and whether the measured time lies in its interval."""
@@ -205,18 +49,33 @@ def ask(rates: Rates, rows: Rows) -> Asked:
     ]
 
 
-def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample] = ()) -> Asked:
-    """Predict each kind of row with rates fitted to all other kinds and to the samples `also`."""
-    asked: Asked = []
+Fits = list[tuple[Rates, Rows]]
+"""Rates, and the rows that were left out when they were fitted."""
+
+
+def left_out(rows: Rows, kind: Callable[[Row], Hashable], also: Sequence[Sample] = ()) -> Fits:
+    """For each kind of row, rates fitted to all other kinds and to the samples `also`."""
+    fits: Fits = []
     for each in dict.fromkeys(map(kind, rows.rows)):
         others = [
             sample for row, sample in zip(rows.rows, rows.samples, strict=True) if kind(row) != each
         ]
-        asked += ask(
-            fit_rates([*others, *also], start()),
-            rows.where(lambda row, each=each: kind(row) == each),
+        fits.append(
+            (
+                fit_rates([*others, *also], start()),
+                rows.where(lambda row, each=each: kind(row) == each),
+            )
         )
-    return asked
+    return fits
+
+
+def ask_each(fits: Fits, *, corrected: bool = True) -> Asked:
+    """Predict the rows of every fit, with its corrections by shape or with its rates only."""
+    return [
+        answer
+        for rates, rows in fits
+        for answer in ask(rates if corrected else replace(rates, corrections=()), rows)
+    ]
 
 
 def scores(asked: Asked) -> dict[str, float]:
@@ -269,32 +128,68 @@ def spearman(pairs: Iterable[tuple[float, float]]) -> float:
     return float(np.corrcoef(ranks)[0, 1]) if all(np.ptp(rank) for rank in ranks) else 1.0
 
 
-def vtrain_report(folder: Path) -> dict[str, dict[str, float]]:
-    """All scores of the time model on vTrain's rows."""
+def vtrain_report(folder: Path) -> dict[str, dict[str, Any]]:
+    """All scores of the time model on vTrain's rows.
+
+    On several nodes every model has a width of its own, so a model left out is a width left out.
+    """
     one, several = Rows.read(folder / ONE_NODE), Rows.read(folder / SEVERAL_NODES)
+    cuts: dict[str, Fits] = {
+        "one node, each model left out": left_out(one, lambda row: row.model),
+        "one node, each width left out": left_out(one, lambda row: row.embed),
+        "several nodes, from one node alone": [(fit_rates(one.samples, start()), several)],
+    }
+    for name, also in (("", ()), (", one node's rows known", one.samples)):
+        cuts |= {
+            f"several nodes, each model left out{name}": left_out(
+                several, lambda row: row.model, also
+            ),
+            f"several nodes, each number of nodes left out{name}": left_out(
+                several, lambda row: row.devices, also
+            ),
+        }
+    unfitted = {"one node": ask(start(), one), "several nodes": ask(start(), several)}
+    report: dict[str, dict[str, Any]] = {}
+    for name, fits in cuts.items():
+        report[name] = scores(ask_each(fits))
+        report[f"{name}, rates only"] = scores(ask_each(fits, corrected=False))
     return {
-        "one node, each model left out": scores(left_out(one, lambda row: row.model)),
-        "one node, each width left out": scores(left_out(one, lambda row: row.embed)),
-        "several nodes, each model left out": scores(left_out(several, lambda row: row.model)),
-        "several nodes, each model left out, one node's rows known": scores(
-            left_out(several, lambda row: row.model, one.samples)
+        **report,
+        **{f"{name}, nothing fitted": scores(asked) for name, asked in unfitted.items()},
+        "several nodes, bias by tensor, each model left out": bias_by_tensor(
+            ask_each(cuts["several nodes, each model left out"])
         ),
-        "several nodes, from one node alone": scores(ask(fit_rates(one.samples, start()), several)),
-        "one node, nothing fitted": scores(ask(start(), one)),
-        "several nodes, nothing fitted": scores(ask(start(), several)),
+        "several nodes, bias by tensor, nothing fitted": bias_by_tensor(unfitted["several nodes"]),
         **{
             f"several nodes, what a perfect model would reach, {group}": reachable(rows)
-            for group, rows in groups_of(several).items()
+            for group, rows in groups_of(several.rows).items()
         },
     }
 
 
-def groups_of(rows: Rows) -> dict[str, list[Row]]:
+def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows by group."""
     groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows.rows:
-        groups[f"width {row.embed} on {row.devices}"].append(row)
+    for row in rows:
+        groups[group_name(row)].append(row)
     return groups
+
+
+def group_name(row: Row) -> str:
+    """The width and the number of devices of a row."""
+    return f"width {row.embed} on {row.devices}"
+
+
+def bias_by_tensor(asked: Asked) -> dict[str, dict[str, float]]:
+    """Mean of predicted / measured - 1 by size of tensor, for each group."""
+    errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, predicted, _ in sorted(asked, key=lambda each: each[0].tensor):
+        ratio = predicted / row.step_time_s
+        errors[group_name(row)][f"tensor={row.tensor}"].append(ratio - 1.0)
+    return {
+        group: {name: float(np.mean(some)) for name, some in by_tensor.items()}
+        for group, by_tensor in errors.items()
+    }
 
 
 ALIKE = ("tensor", "rows")

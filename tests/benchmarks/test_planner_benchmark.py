@@ -100,6 +100,42 @@ def test_a_fit_to_one_file_predicts_another(planner, tmp_path, monkeypatch, caps
     assert report["top1_regret"] < 0.01
 
 
+def test_each_kind_is_left_out_of_the_fit_that_predicts_it(planner, tmp_path, monkeypatch):
+    for name, layers, embed in (("a", 12, 1024), ("b", 12, 2048), ("c", 24, 2048)):
+        write(planner, tmp_path / name, layers=layers, embed=embed, slower=1.3, first_column=False)
+    rows = planner.Rows.read(*(tmp_path / name for name in "abc"))
+    known = []
+    monkeypatch.setattr(planner, "fit_rates", lambda samples, start: known.append(samples) or start)
+    fits = planner.left_out(rows, lambda row: row.embed, rows.samples[:1])
+    assert [len(samples) for samples in known] == [24 + 1, 12 + 1]
+    assert [{row.embed for row in left.rows} for _, left in fits] == [{1024}, {2048}]
+
+
+def test_rates_only_are_the_fit_without_its_corrections(planner, tmp_path):
+    write(planner, tmp_path / "a", layers=12, embed=2048, slower=1.3, first_column=False)
+    rows = planner.Rows.read(tmp_path / "a")
+    rates = planner.fit_rates(rows.samples, planner.start())
+    corrected, plain = (
+        planner.scores(planner.ask_each([(rates, rows)], corrected=corrected))
+        for corrected in (True, False)
+    )
+    assert rates.corrections
+    assert corrected["mape"] < plain["mape"]
+
+
+def test_bias_is_the_mean_signed_error_of_each_size_of_tensor(planner):
+    def row(embed: int, tensor: int):
+        cells = [8, 8, 1, embed, 16, 12, 1024, tensor, 8 // tensor, 1, 1000]
+        return planner.Row(dict(zip(COLUMNS, map(str, cells), strict=True)))
+
+    asked = [(row(1024, 2), 1.3, True), (row(1024, 1), 1.1, True), (row(1024, 2), 0.9, True)]
+    found = planner.bias_by_tensor([*asked, (row(2048, 8), 1.0, False)])
+    assert found == {
+        "width 1024 on 8": {"tensor=1": pytest.approx(0.1), "tensor=2": pytest.approx(0.1)},
+        "width 2048 on 8": {"tensor=8": pytest.approx(0.0)},
+    }
+
+
 def test_scores_agree_with_values_computed_by_hand(planner):
     def row(time_ms: float):
         cells = [8, 8, 1, 1024, 16, 12, 1024, 1, 8, 1, time_ms]
