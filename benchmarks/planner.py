@@ -149,6 +149,10 @@ def vtrain_report(folder: Path) -> dict[str, dict[str, Any]]:
             ),
         }
     unfitted = {"one node": ask(start(), one), "several nodes": ask(start(), several)}
+    on_several = {
+        "each model left out": ask_each(cuts["several nodes, each model left out"]),
+        "nothing fitted": unfitted["several nodes"],
+    }
     report: dict[str, dict[str, Any]] = {}
     for name, fits in cuts.items():
         report[name] = scores(ask_each(fits))
@@ -156,10 +160,14 @@ def vtrain_report(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         **report,
         **{f"{name}, nothing fitted": scores(asked) for name, asked in unfitted.items()},
-        "several nodes, bias by tensor, each model left out": bias_by_tensor(
-            ask_each(cuts["several nodes, each model left out"])
-        ),
-        "several nodes, bias by tensor, nothing fitted": bias_by_tensor(unfitted["several nodes"]),
+        **{
+            f"several nodes, bias by tensor, {name}": bias_by_tensor(asked)
+            for name, asked in on_several.items()
+        },
+        **{
+            f"several nodes, Spearman by group, {name}": spearman_by_group(asked)
+            for name, asked in on_several.items()
+        },
         **{
             f"several nodes, what a perfect model would reach, {group}": reachable(rows)
             for group, rows in groups_of(several.rows).items()
@@ -178,6 +186,14 @@ def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def group_name(row: Row) -> str:
     """The width and the number of devices of a row."""
     return f"width {row.embed} on {row.devices}"
+
+
+def spearman_by_group(asked: Asked) -> dict[str, float]:
+    """Rank correlation of predicted and measured times of each group."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, predicted, _ in asked:
+        pairs[group_name(row)].append((predicted, row.step_time_s))
+    return {group: spearman(some) for group, some in pairs.items()}
 
 
 def bias_by_tensor(asked: Asked) -> dict[str, dict[str, float]]:

@@ -136,6 +136,19 @@ def test_bias_is_the_mean_signed_error_of_each_size_of_tensor(planner):
     }
 
 
+def test_ranks_are_compared_within_groups(planner):
+    def row(embed: int, time_ms: int):
+        cells = [8, 8, 1, embed, 16, 12, 1024, 1, 8, 1, time_ms]
+        return planner.Row(dict(zip(COLUMNS, map(str, cells), strict=True)))
+
+    asked = [(row(1024, 1000), 1.0, True), (row(2048, 3000), 1.1, True)]
+    asked += [(row(1024, 2000), 2.0, True), (row(2048, 4000), 1.0, True)]
+    assert planner.spearman_by_group(asked) == {
+        "width 1024 on 8": pytest.approx(1.0),
+        "width 2048 on 8": pytest.approx(-1.0),
+    }
+
+
 def test_scores_agree_with_values_computed_by_hand(planner):
     def row(time_ms: float):
         cells = [8, 8, 1, 1024, 16, 12, 1024, 1, 8, 1, time_ms]
