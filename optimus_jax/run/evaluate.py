@@ -52,7 +52,7 @@ class EvaluationResult:
     """What an evaluation found."""
 
     loss: float
-    """Mean over terms; of tokens in nats."""
+    """Mean over terms, in the unit of `StepRecord.loss`."""
     term: str
     """What a term is."""
     num_terms: int
@@ -62,7 +62,8 @@ class EvaluationResult:
     perplexity: float | None
     """Exponential of the loss; None: it overflows, or is not of the tokens of a text."""
     bits_per_byte: float | None
-    """Bits for each byte of text; None: the loss is not of every next token."""
+    """Bits for each byte of text, with any tokenizer; None: the task is not `next_token`, or no
+    text counts."""
     metrics: dict[str, float]
     """Means over terms, and rates, by name."""
     weights: str

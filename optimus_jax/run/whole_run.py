@@ -98,7 +98,7 @@ class RunResult:
     """The result of a run."""
 
     final_loss: float
-    """Loss of the last step; NaN if no step was run."""
+    """Loss of the last step, in the unit of `StepRecord.loss`; NaN if no step was run."""
     reason: Reason
     """`done`, or what stopped the run."""
     state: TrainState

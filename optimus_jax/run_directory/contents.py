@@ -169,10 +169,11 @@ EVENTS: Mapping[EventName, EventKind] = {
     "eval": EventKind(
         "The held-out loss was measured; null where no held-out token counts.",
         {
-            "loss": "Mean over held-out tokens, in nats per token.",
+            "loss": "Mean over what counts of the held-out data, in the unit of a step's loss.",
             "perplexity": "Exponential of the loss; null where it overflows, or the task is not to"
             " predict tokens.",
-            "bits_per_byte": "Loss in bits per byte; null unless every byte is predicted.",
+            "bits_per_byte": "Loss in bits per byte; null unless tokens are bytes and the task is"
+            " next_token.",
             "tokens": "Held-out tokens that were counted.",
             "metrics": "Metrics of the task and auxiliary sums, by name, divided by the tokens; and"
             " `word_error_rate` of the recordings that were written down.",

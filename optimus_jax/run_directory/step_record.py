@@ -17,8 +17,9 @@ class StepRecord:
     step: int
     """Counted from 1."""
     loss: float
-    """Mean over what counts of the global batch: a float32 widened to Python's float, which JSON
-    keeps exactly."""
+    """Mean over what counts of the global batch, in the unit of the task (`Task.unit`): nats, of
+    `mim` mean absolute difference. A float32 widened to Python's float, which JSON keeps
+    exactly."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
@@ -56,11 +57,11 @@ class EvalRecord:
     step: int
     """Last step before it."""
     loss: float
-    """Mean over what counts of the held-out tokens, in nats."""
+    """Mean over what counts of the held-out data, in the same unit as that of a step."""
     perplexity: float | None
     """Exponential of the loss; None: the loss is not that of tokens."""
     bits_per_byte: float | None
-    """None: tokens are not bytes, or not all of them count."""
+    """None: tokens are not bytes, or the task is not `next_token`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """As those of a step; and rates, such as that of word errors."""
 
