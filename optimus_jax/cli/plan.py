@@ -50,22 +50,21 @@ def parser() -> Parser:
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
     flags.add_argument(
-        "--init-from", metavar="DIR", help="adapters in PEFT's format, to be trained beside --model"
+        "--init-from",
+        metavar="DIR",
+        help="adapters in PEFT's format, to be trained beside --model (default: none)",
     )
     flags.add_argument(
         "--cluster",
         metavar="NAME:HOSTSxDEVICES",
         default=THIS_MACHINE,
-        help=(
-            "such as h100:8x8, or a100:4 for one host (default: this machine's devices, measured"
-            " once)"
-        ),
+        help="such as h100:8x8, or a100:4 for one host (default: this machine, measured once)",
     )
     flags.add_argument(
         "--compare",
         nargs="+",
         metavar="CLUSTER",
-        help="the best plan for each of these clusters, with the same batch",
+        help="the best plan for each of these clusters, same batch (default: plans for --cluster)",
     )
     flags.add_argument(
         "--tokens",
@@ -77,20 +76,21 @@ def parser() -> Parser:
         "--price",
         nargs="+",
         metavar="X",
-        help="with --tokens: what a device costs in an hour: 2.50, or h100=2.50 h200=3.20",
+        help="with --tokens: price of a device-hour, 2.50, or h100=2.50 h200=3.20 (default: none)",
     )
     flags.add_argument(
         "--without",
         type=int,
         metavar="N",
-        help="plan for N fewer hosts, or for N fewer devices if the cluster is one host",
+        help="plan for N fewer hosts, or N fewer devices if the cluster is one host (default: 0)",
     )
     flags.add_argument(
         "--link",
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help="speed of a link: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s",
+        help="speed of a link: intra_host=300GB/s, inter_host=400Gb/s,5us or host=50GB/s (default:"
+        " the usual one)",
     )
     flags.add_argument(
         "--seq-len",
@@ -105,7 +105,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--phases",
         metavar="LIST",
-        help="later batches, as for train: show what plan 1 becomes in each phase",
+        help="later batches, as for train: what plan 1 becomes in each phase (default: none)",
     )
     flags.add_argument(
         "--precision",
@@ -135,19 +135,19 @@ def parser() -> Parser:
         "--explain",
         type=int,
         metavar="RANK",
-        help="show the terms of this plan's time and memory",
+        help="show the terms of this plan's time and memory (default: of none)",
     )
     flags.add_argument(
         "--rejected",
         action="store_true",
         default=False,
-        help="show why other layouts are not legal or do not fit, with some of each",
+        help="show why other layouts are not legal or do not fit (default: show plans alone)",
     )
     flags.add_argument(
         "--compile",
         action="store_true",
         default=False,
-        help="compile the plans for the cluster's GPUs (extra plan-gpu)",
+        help="compile the plans for the cluster's GPUs, extra plan-gpu (default: predict)",
     )
     flags.add_argument(
         "--measure",
@@ -156,7 +156,11 @@ def parser() -> Parser:
         help="measure this machine's devices again (default: what was measured before)",
     )
     flags.add_argument(
-        "--cpu-devices", metavar="N", type=int, default=None, help="number of virtual CPU devices"
+        "--cpu-devices",
+        metavar="N",
+        type=int,
+        default=None,
+        help="number of virtual CPU devices (default: the devices that JAX finds)",
     )
     flags.add_argument(
         "--html",
@@ -164,7 +168,10 @@ def parser() -> Parser:
         help="write a page with an interactive chart of step time against memory (default: none)",
     )
     flags.add_argument(
-        "--json", action="store_true", default=False, help="print JSON, best plan first"
+        "--json",
+        action="store_true",
+        default=False,
+        help="print JSON, best plan first (default: a table)",
     )
     return flags
 

@@ -52,7 +52,7 @@ def parser() -> Parser:
         "--watch",
         action="store_true",
         help=f"write the page every {WATCH_S} s, until the runs have ended or Ctrl-C is pressed; an"
-        " open page follows",
+        " open page follows (default: write it once)",
     )
     return flags
 

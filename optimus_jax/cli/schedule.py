@@ -36,8 +36,18 @@ def parser() -> Parser:
         },
     )
     flags.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES) + " (default: 1f1b)")
-    flags.add_argument("--stages", metavar="N", type=int, help="devices along mesh axis pipe")
-    flags.add_argument("--microbatches", metavar="N", type=int, help="microbatches of a step")
+    flags.add_argument(
+        "--stages",
+        metavar="N",
+        type=int,
+        help="devices along mesh axis pipe (default: those of --table)",
+    )
+    flags.add_argument(
+        "--microbatches",
+        metavar="N",
+        type=int,
+        help="microbatches of a step (default: those of --table)",
+    )
     flags.add_argument(
         "--repeats",
         metavar="N",
@@ -45,19 +55,23 @@ def parser() -> Parser:
         help="interleaved: visits of a microbatch to each device (default: as in a run)",
     )
     flags.add_argument(
-        "--slack", action="store_true", help="leave one tick between sending and use"
+        "--slack",
+        action="store_true",
+        help="leave one tick between sending and use (default: none)",
     )
     flags.add_argument(
         "--table",
         metavar="FILE.json",
-        help="show the schedule whose table is in this file",
+        help="show the schedule whose table is in this file (default: none)",
     )
     flags.add_argument(
         "--json",
         metavar="FILE.json",
-        help="write the table, to edit it and train with --schedule FILE.json",
+        help="write the table, to edit it and train with --schedule FILE.json (default: none)",
     )
-    flags.add_argument("--picture", metavar="FILE.svg", help="draw the chart; .png or .svg")
+    flags.add_argument(
+        "--picture", metavar="FILE.svg", help="draw the chart; .png or .svg (default: none)"
+    )
     return flags
 
 

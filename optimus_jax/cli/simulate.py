@@ -67,7 +67,8 @@ def parser() -> Parser:
         "--link",
         action="append",
         metavar="NAME=SPEED",
-        help="speed of a link: intra_host=300GB/s or inter_host=400Gb/s,5us",
+        help="speed of a link: intra_host=300GB/s or inter_host=400Gb/s,5us (default: the usual"
+        " one)",
     )
     flags.add_argument(
         "--seq-len",
@@ -109,7 +110,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--replay",
         metavar="RUN_DIR",
-        help="replay the conditions of a recorded run instead of a scenario",
+        help="replay the conditions of a recorded run (default: simulate --scenario)",
     )
     flags.add_argument(
         "--set",
@@ -118,20 +119,27 @@ def parser() -> Parser:
         metavar="KEY=VALUE",
         help="any other setting of a run, such as controller.budget_share=0.1",
     )
-    flags.add_argument("--list", action="store_true", default=False, help="name all scenarios")
+    flags.add_argument(
+        "--list",
+        action="store_true",
+        default=False,
+        help="name all scenarios (default: simulate one)",
+    )
     flags.add_argument(
         "--show",
         action="store_true",
         default=False,
-        help="print the scenario as JSON with every field, to edit it",
+        help="print the scenario as JSON with every field, to edit it (default: simulate it)",
     )
     flags.add_argument(
         "--events",
         action="store_true",
         default=False,
-        help="print every switch of the first seed, and why",
+        help="print every switch of the first seed, and why (default: none)",
     )
-    flags.add_argument("--json", action="store_true", default=False, help="print JSON")
+    flags.add_argument(
+        "--json", action="store_true", default=False, help="print JSON (default: a table)"
+    )
     return flags
 
 

@@ -49,7 +49,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a run"
     )
-    flags.add_argument("--json", action="store_true", help="print JSON")
+    flags.add_argument("--json", action="store_true", help="print JSON (default: tables)")
     return flags
 
 

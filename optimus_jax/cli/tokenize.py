@@ -70,7 +70,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--skip-bad-lines",
         action="store_true",
-        help="skip and count lines that are not a document",
+        help="skip and count lines that are not a document (default: the first is an error)",
     )
     return flags
 

@@ -51,8 +51,8 @@ def parser(note: Callable[[str], None] = say) -> Parser:
     flags = Parser(
         note=note,
         usage=(
-            "%(prog)s --model NAME | --config FILE | --init-from DIR [flags]   or   %(prog)s"
-            " --run-dir DIR --resume [flags]"
+            "%(prog)s --model NAME | --config FILE | --init-from DIR [flags]   or"
+            "   --run-dir DIR --resume [flags]"
         ),
         description="Train a model on any data x fsdp x tensor x pipe mesh.",
         argument_default=SUPPRESS,

@@ -222,12 +222,6 @@ def test_user_mistakes_end_with_one_message(tmp_path, arguments, message):
     assert "do: " in failed.stderr
 
 
-def test_help_fits_a_screen():
-    shown = run_in_process("report", "--help").stdout.splitlines()
-    assert len(shown) < 25
-    assert max(map(len, shown)) <= 120
-
-
 def test_without_plotly_the_error_names_what_to_install(tmp_path):
     write_run(tmp_path / "run").close()
     (tmp_path / "plotly").mkdir()

@@ -40,6 +40,16 @@ def module_of(script):
 
 PARSERS = {script: module_of(script).parser for script in COMMANDS}
 TRAIN_FLAGS = PARSERS["train"]().flags()
+SCREEN_LINES, SCREEN_COLUMNS = 40, 120
+NO_DEFAULT = {
+    "help",
+    "model",  # one of the flags that name a model is needed
+    "resume",
+    "set",
+    *("coordinator", "num_processes", "process_id"),  # the launcher says them
+    *("chat", "past_trained_length"),  # of generate: not done unless asked for
+}
+"""Flags whose help names no default."""
 
 
 def refused(parser: Parser, *arguments: str) -> str:
@@ -400,6 +410,28 @@ def test_two_values_are_refused_in_python_and_json_too(tmp_path):
 
 
 # Scripts.
+
+
+@pytest.mark.parametrize("script", PARSERS)
+def test_help_fits_a_screen_and_shows_defaults(script):
+    parser = PARSERS[script]()
+    parser.prog = f"optimus {script}"
+    lines = parser.format_help().splitlines()
+    assert len(lines) <= SCREEN_LINES
+    assert max(map(len, lines)) <= SCREEN_COLUMNS
+    required = {
+        id(each)
+        for group in parser._mutually_exclusive_groups
+        if group.required
+        for each in group._group_actions
+    }
+    assert [
+        action.option_strings
+        for action in parser._actions
+        if action.option_strings
+        and not (action.required or id(action) in required or action.dest in NO_DEFAULT)
+        and "(default: " not in (action.help or "")
+    ] == []
 
 
 @pytest.mark.parametrize("script", COMMANDS)

@@ -206,13 +206,6 @@ def simulate(*arguments):
     return run_in_process("simulate", *arguments)
 
 
-def test_help_fits_a_screen_and_shows_defaults():
-    lines = simulate("--help").stdout.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 120
-    assert sum("(default: " in line for line in lines) >= 6
-
-
 def test_a_scenario_file_is_simulated_and_reported_as_json(tmp_path):
     (tmp_path / "mine.json").write_text(
         json.dumps(
