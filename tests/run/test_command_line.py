@@ -199,6 +199,8 @@ def test_a_section_before_an_alias_has_to_be_right():
         (("--gradient-checkpointing",), "--remat full"),
         (("--resume-from-checkpoint", "x"), "--run-dir DIR --resume"),
         (("--num-train-epochs", "3"), "--steps N"),
+        (("--early-stopping-patience", "3"), "in Python a Callback may end it earlier"),
+        (("--streaming",), "in Python .* takes an IterableDataset"),
         (("--report_to", "tensorboard"), "write --log tensorboard"),
         (("--train-samples", "1000", "--global-batch", "64"), "--steps 16"),
         (("--learnig-rate", "1"), "did you mean 'learning_rate', which is optimizer.lr"),
