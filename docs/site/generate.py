@@ -239,6 +239,8 @@ API = """# Python API
 .. autofunction:: optimus_jax.training_loop
 .. autoclass:: optimus_jax.TrainingLoop
    :members:
+   :special-members: __iter__
+   :exclude-members: close, end, abandon, stop_tracing
 .. autofunction:: optimus_jax.find_plans
 .. autofunction:: optimus_jax.explain_plan
 .. autoclass:: optimus_jax.Callback

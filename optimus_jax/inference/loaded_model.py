@@ -132,8 +132,11 @@ class LoadedModel:
         and `content`, which the model answers by the tokenizer's chat template.
 
         Args:
-          batch_size: most prompts at once.
+          prompt: a text, or a list of texts.
+          batch_size: most prompts of a list at once; without effect for a single text.
           settings: as `stream` has them.
+        Returns:
+          A text; of a list of prompts a list of texts, in the same order.
         Raises:
           OptimusError: as `stream` does, before anything is generated.
         """
@@ -148,12 +151,14 @@ class LoadedModel:
         """The text that follows a prompt, in pieces, while it is generated.
 
         Args:
-          settings: max_new_tokens (200), temperature (1.0; 0: always the likeliest token), top_k,
-            top_p, seed (0), stop (texts before which it ends), chat (False: whether the prompt is
-            a user's message), past_trained_length (False).
+          settings: max_new_tokens (200), temperature (1.0; 0: always the likeliest token), top_k
+            (None: draw from all tokens), top_p (1.0: from all), seed (0), stop (texts before which
+            it ends; none), chat (False: whether the prompt is a user's message),
+            past_trained_length (False), warn (called with messages; that of `load`).
         Raises:
-          OptimusError: raised by the call, not by the iterator: a setting is out of range, or the
-            model cannot continue the prompt.
+          ConfigError: a setting is unknown or out of range, or the model writes no text.
+          DataError: the prompt is empty or too long, or has tokens that the model lacks. Both are
+            raised by the call, not by the iterator.
         """
         warn, how = self._generation(settings)
         pieces = self.text_model.generate(prompt, how, warn=warn)
@@ -178,11 +183,16 @@ class LoadedModel:
         return warn, GenerationSettings(**settings)
 
     def logits(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        """Logits of the token that follows each token of a text, or of some token ids: float32
-        [L, V] for L tokens. Those of a published model's text begin with the BOS token that its
-        tokenizer has.
+        """Logits of the token that follows each token of a text, or of some token ids.
 
-        Raises DataError if the text has no token, or some that the model does not know.
+        Args:
+          text: a text, or int [L]. A text of a published model begins with the BOS token that its
+            tokenizer has.
+        Returns:
+          float32 [L, V] on the host, of L tokens and a vocabulary of V.
+        Raises:
+          ConfigError: the model has labels, or is one of sound.
+          DataError: there is no token, or the model lacks one, or a position for it.
         """
         model = self.text_model
         is_text = isinstance(text, str)
@@ -212,7 +222,11 @@ class LoadedModel:
         return model.transcribe(samples, batch_size=batch_size)
 
     def speech_model(self, *, language: str | None = None, translate: bool = False) -> SpeechModel:
-        """The model as one that writes down recordings; arguments as in `transcribe`."""
+        """The model as one that writes down recordings; arguments as in `transcribe`.
+
+        Raises ConfigError if it does not read sound, or its generation_config.json names a language
+        or tokens that it lacks.
+        """
         task = "translate" if translate else None
         return SpeechModel.of(self.text_model, language=language, speech_task=task)
 
@@ -222,23 +236,33 @@ class LoadedModel:
         Args:
           batch_size: most texts that are scored or continued at once.
         Raises:
-          ConfigError: lm-eval is not installed.
+          ConfigError: lm-eval is not installed, or the model has labels.
         """
         from optimus_jax.inference.harness import HarnessModel
 
         return HarnessModel(self.text_model, batch_size=batch_size)
 
     def evaluate(self, **settings: Any) -> EvaluationResult:
-        """`optimus_jax.evaluate` of this model: `data`, `examples`, `mesh` and others. Its
-        parameters are read again, for the mesh, so that the devices need room for them twice.
+        """`optimus_jax.evaluate` of this model. Its parameters are read again, for the mesh, so
+        that the devices need room for them twice.
+
+        Args:
+          settings: arguments of `optimus_jax.evaluate` but `model` and `step`: `data`, `examples`,
+            `mesh` and others.
+        Raises:
+          OptimusError, FaultError: as `optimus_jax.evaluate`.
         """
         settings.setdefault("warn", self.warn)
         return evaluate(self.source, step=self.step, **settings)
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:
-        """`optimus_jax.export` of this model: `dtype`, `max_shard_size`.
+        """`optimus_jax.export` of this model.
 
-        Raises ConfigError if it is not a run's.
+        Args:
+          to: the directory to make.
+          settings: `dtype`, `max_shard_size`, `generator` and `warn` of `optimus_jax.export`.
+        Raises:
+          OptimusError: as `optimus_jax.export`, or the model is a published one.
         """
         settings.setdefault("warn", self.warn)
         return export(self.source, to, step=self.step, **settings)

@@ -39,11 +39,16 @@ class ForwardContext:
     """The inputs of a forward pass besides parameters and tokens."""
 
     comm: Collectives
+    """Operations on logical axes under the plan, and the format of matmuls (`comm.dtype`)."""
     kernel: AttentionKernel | Literal["traced_cudnn"] = "xla"
+    """`kernel` of `attend` (models/kernels.py)."""
     remat: RematPolicy = "none"
+    """What backward computes again, as `parallel.remat` says; applied by `recomputed` and
+    `recomputed_whole`."""
     kept_layers: int = 0
     """Layers at the end of the stack that run as with remat="none"."""
     overlap: Overlap = "none"
+    """Whose compute the exchanges of a layer run beside, as `parallel.overlap` says."""
     hands_over: bool = True
     """Whether backward follows forward at once, so that it may begin with the matrices that
     forward gathered last (models/layer_loop.py)."""
@@ -51,6 +56,7 @@ class ForwardContext:
     """Whether layer inputs are kept in host memory until backward; needs remat="full", which saves
     nothing else."""
     visibility: Visibility = field(default_factory=Visibility)
+    """Which keys each query sees: documents, causality, window."""
     keys_B: Array | None = None
     """Dropout key of every example; None: no dropout."""
 

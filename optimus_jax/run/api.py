@@ -32,6 +32,10 @@ def train(
 ) -> RunResult:
     """Train a model, or resume a run.
 
+    `train("gpt2-nano")` makes 300 steps of AdamW on the source code of Python's own library, as
+    bytes. All defaults are in the reference of settings. What is not given is as in `config`, or as
+    in the run that is resumed, if there is one.
+
     Signal handlers are untouched until the first step; from then on SIGINT and SIGTERM stop the run
     (faults/stopping.py).
 
@@ -47,23 +51,30 @@ def train(
         or an object with len() and [number] that has these, such as a datasets.Dataset. It is read
         once, and kept as tokens in memory. Or an iterator of these with a state, such as grain's,
         read while the run trains (data/iterated.py), and put back at the end. A resumed run
-        needs the object again.
-      optimizer: name of an optimizer, or a transformation of optax with its learning rate, such as
-        `optax.lion(1e-4)`. It must do the same to an element whatever the others are. A resumed
-        run needs it again.
+        needs the object again. None: Python's own library (`stdlib`).
+      optimizer: `adamw`, `sgd` or another row of OPTIMIZERS (training/optimizer.py); or a
+        transformation of optax with its learning rate, such as `optax.lion(1e-4)`. It must do the
+        same to an element whatever the others are. A resumed run needs it again. None: AdamW, with
+        a learning rate by the size of the model.
       task: name of what is learnt, such as classification; or a Task (training/task.py), with a
-        loss of its own. A resumed run needs the object again.
+        loss of its own. A resumed run needs the object again. None: by the model, next_token for
+        decoders (`Config.task`).
       eval_data: held-out data, as `data`, but no iterator; None: a share of `data`, which
-        `data.eval_fraction` says. A resumed run needs the object again.
+        `data.eval_fraction` says (1%). A resumed run needs the object again.
       callbacks: are told what the run does (training/callbacks.py).
       overrides: settings by short name (`mesh="data=2,fsdp=4"`, also as a dict or AxisSizes,
         `lr=1e-3`) or, in a dict, by dotted name (`**{"optimizer.beta2": 0.99}`), which accepts text
         as `--set` does. Equivalent names
         of other frameworks (`learning_rate`, `max_steps`, `output_dir`) are accepted with a note
         (config/aliases.py).
+    Returns:
+      The result of the run, also of one that was stopped: `reason` says why it has ended.
     Raises:
-      OptimusError: a mistake that the user can fix; the message says how.
+      OptimusError: a mistake that the user can fix; the message says how. Its subclasses
+        (errors.py) name the kind: ConfigError, PlanError, DataError, CheckpointError,
+        RunDirectoryError, StoreError; LearningError if training has diverged.
       FaultError: another process or the network failed; the run is worth resuming.
+      SystemExit: a callback has called `sys.exit`; the run has ended in order.
     """
     run = run_whole(
         model,

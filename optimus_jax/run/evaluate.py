@@ -94,9 +94,13 @@ def evaluate(
       examples: most examples, the first ones; None: all.
       warn: called with messages about the parameters, by process 0 once processes are connected.
       overrides: settings as `train` has them: `mesh="fsdp=4,tensor=2"`, `precision="bf16"`,
-        `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task.
+        `**{"data.text_field": "body"}`. Those of a run are its own; `task` may be a Task. Without
+        `mesh` the planner chooses one of all devices.
+    Returns:
+      The loss and the metrics, the same in every process.
     Raises:
       OptimusError: a mistake that the user can fix; the message says how.
+      FaultError: another process or the network failed; try again.
     """
     overrides, objects = with_objects(overrides, data, None, overrides.pop(TASK, None))
     if objects.task is not None:

@@ -114,6 +114,14 @@ class TrainingLoop:
         return self._reason != "done" or is_last
 
     def __iter__(self) -> Iterator[HostBatch]:
+        """The batches of the steps that follow, as arrays on the host by name: this process's rows
+        of what the run's task reads. Of a model of texts `tokens`, `targets`, `positions` and
+        `segments`, int32 [B, L], `loss_mask`, bool [B, L], and `examples`, int32 [B], of B rows of
+        L tokens (data/batch.py).
+
+        Raises ConfigError, when the next batch is asked for, unless `step` has learnt the one
+        before.
+        """
         loader = self._trainer.loader
         batches = loader.iterate(self._number + 1)
         try:
@@ -143,11 +151,14 @@ class TrainingLoop:
         for them, as `float(metrics["loss"])` does.
 
         Args:
-          batch: this process's rows, as iterating gives them: the arrays that the run's task reads
-            (data/batch.py), by name.
+          batch: this process's rows, with the names, dtypes and shapes of those that iterating
+            gives.
         Returns:
-          loss, grad_norm, lr, tokens, skipped, loss_scale and metrics of the task, scalars that all
-          devices have.
+          Scalars over the global batch, which all devices have: loss (float32, in the unit of
+          `StepRecord.loss`), grad_norm (float32, before clipping), lr (float32, of this update),
+          tokens (int32, what counts in the loss), skipped (bool: the loss or a gradient was not
+          finite, so that nothing was learnt), loss_scale (float32; 1 unless f16), and metrics of
+          the task and auxiliary sums (float32 means).
         Raises:
           ConfigError: the run has no more steps or is over, or the batch has other arrays.
         """
@@ -266,7 +277,9 @@ class TrainingLoop:
             self._trainer.begin_save(self._state, self._number)
 
     def close(self) -> None:
-        """Wait for the newest step; no other can follow."""
+        """Wait for the newest step; no other can follow. Like the methods below, called at the end
+        of the block of `training_loop`.
+        """
         self._is_over = True
         self._read()
         self._trainer.end_profile(self._number)
