@@ -132,8 +132,8 @@ class LoadedModel:
         and `content`, which the model answers by the tokenizer's chat template.
 
         Args:
-          prompt: a text, or a list of texts.
-          batch_size: most prompts of a list at once; without effect for a single text.
+          prompt: a prompt, or a list of prompts.
+          batch_size: most prompts of a list at once; without effect for a single prompt.
           settings: as `stream` has them.
         Returns:
           A text; of a list of prompts a list of texts, in the same order.

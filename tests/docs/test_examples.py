@@ -1,12 +1,15 @@
 """The scripts in examples/ run, and say what they are for."""
 
 import ast
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+HOWTO = ROOT / "docs/howto/train_from_python.md"
 PRINTS = {
     "adapters": ["base: loss ", "tuned: loss ", " on fsdp=4,tensor=2"],
     "use_a_model": ["'12 is a ", "perplexity on other texts", "config.json", "model.safetensors"],
@@ -34,6 +37,19 @@ PRINTS = {
 
 def test_each_example_is_listed_here():
     assert [path.stem for path in EXAMPLES] == sorted(PRINTS)
+
+
+def test_the_page_lists_each_example_and_what_own_layers_and_losses_import():
+    lists, stable = HOWTO.read_text(encoding="utf-8").split("## What is stable")
+    assert [each.name for each in EXAMPLES if f"| `{each.name}` |" not in lists] == []
+    imported = {
+        f"`{module.replace('.', '/')}.py`"
+        for path in EXAMPLES
+        for module in re.findall(
+            r"^from optimus_jax\.([\w.]+) import", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+    assert set(re.findall(r"`\w+/\w+\.py`", stable)) == imported
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
