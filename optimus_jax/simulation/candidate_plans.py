@@ -75,6 +75,7 @@ def candidate_plans(setup: Setup, timeline: Timeline, searcher: PooledSearch) ->
         [setup.start, *default_plans(setup.nominal[0], setup.nominal[0].cluster.num_devices)[:1]]
     )
     for pricing in setup.nominal:
+        shares = pricing.workload.layer_shares
         for conditions in _different(timeline):
             for cluster in _clusters(pricing.cluster, conditions):
                 scaled = replace(
@@ -95,15 +96,21 @@ def candidate_plans(setup: Setup, timeline: Timeline, searcher: PooledSearch) ->
                         )
                     )
                 ]
-                plans |= dict.fromkeys([*found, *_sparing([*found, *staged], conditions)])
+                plans |= dict.fromkeys([*found, *_sparing([*found, *staged], conditions, shares)])
     return list(plans)
 
 
-def _sparing(plans: Sequence[Plan], conditions: ClusterConditions) -> list[Plan]:
-    """These plans with fewer layers on stages whose devices are slow."""
+def _sparing(
+    plans: Sequence[Plan], conditions: ClusterConditions, shares: tuple[float, ...]
+) -> list[Plan]:
+    """These plans with less to compute in stages whose devices are slow.
+
+    Args:
+      shares: as of `rebalanced`.
+    """
     slow = {device: factor for device, factor in conditions.slow if factor > 1}
     found = [
-        rebalanced(plan, [slow.get(device, 1.0) for device in range(plan.num_devices)])
+        rebalanced(plan, [slow.get(device, 1.0) for device in range(plan.num_devices)], shares)
         for plan in plans
         if slow and plan.num_devices > max(slow)
     ]

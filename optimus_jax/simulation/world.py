@@ -17,6 +17,7 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.config.axes import PIPE
 from optimus_jax.errors import PlanError
+from optimus_jax.pipeline.partition import stage_costs
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY
 from optimus_jax.planning.cost.cost import (
@@ -153,7 +154,7 @@ class World:
         """Seconds of each term of a step."""
         plan = place.plan
         slowness, all_of_it = (
-            self.slowness(place, conditions),
+            self.slowness(place, conditions, phase),
             self._plan_factor(plan) * self._scale,
         )
         times = term_times(
@@ -175,9 +176,9 @@ class World:
         computed = sum(times.get(name, 0.0) for name in OPERATORS)
         return computed / max(1e-30, computed + times.get("tensor", 0.0))
 
-    def slowness(self, place: PlacedPlan, conditions: ClusterConditions) -> float:
+    def slowness(self, place: PlacedPlan, conditions: ClusterConditions, phase: int) -> float:
         """Factor on the compute time. All stages wait for the slowest one, which is slow by its
-        devices or its number of layers.
+        devices or its layers.
         """
         slow = dict(conditions.slow)
         if not slow:
@@ -190,8 +191,11 @@ class World:
         pipeline = place.plan.pipeline
         if pipeline is None:
             return float(factors[0])
-        layers = np.array(pipeline.layers_per_stage).reshape(pipeline.repeats, -1).max(axis=0)
-        return float((layers * factors).max() / layers.max())
+        costs = np.array(
+            stage_costs(pipeline.layers_per_stage, self.pricings[phase].workload.layer_shares)
+        )
+        costs = costs.reshape(pipeline.repeats, -1).max(axis=0)
+        return float((costs * factors).max() / costs.max())
 
     def fits(self, plan: Plan, conditions: ClusterConditions, phase: int) -> bool:
         """Whether the plan is legal for the phase's batch and fits into the free memory."""

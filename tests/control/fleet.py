@@ -167,7 +167,8 @@ class Truth:
             matmul_flops_per_s=rates.matmul_flops_per_s * self._rates[0],
             memory_bytes_per_s=rates.memory_bytes_per_s * self._rates[1],
         )
-        seen = Prices(PRICING).seen_by(plan, conditions or Conditions(), without)
+        prices = Prices(PRICING)
+        seen = prices.seen_by(plan, prices.first_batch, conditions or Conditions(), without)
         found = times(plan, seen.applied(replace(PRICING, cluster=faster, rates=rates)))
         own = np.random.default_rng([self._seed, int(plan.digest[:8], 16)]).standard_normal()
         return math.log(

@@ -491,7 +491,7 @@ def test_normal_conditions_of_an_option_are_those_of_its_devices_as_they_affect_
     """A process has been slow from the start, and the link gets slow."""
     prices, slow = Prices(PRICING), straggler(1.5)
     staged = plan_on("pipe=8,fsdp=8", microbatches=8)
-    even = rebalanced(staged, [1.0] * 16 + [1.5] * 8 + [1.0] * 40)
+    even = rebalanced(staged, [1.0] * 16 + [1.5] * 8 + [1.0] * 40, PRICING.workload.layer_shares)
     assert even is not None
     observed = ObservedCluster(
         batch=prices.first_batch,

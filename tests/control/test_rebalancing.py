@@ -9,13 +9,21 @@ from fleet import CONFIG, PRICING, plan_on
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimus_jax.config.request import make_config
 from optimus_jax.control.deciding.candidates import is_legal
 from optimus_jax.control.deciding.conditions import Conditions
 from optimus_jax.control.deciding.prices import Prices
 from optimus_jax.control.deciding.rebalancing import effective_skew, rebalanced, stage_factors
+from optimus_jax.plan import Plan
+from optimus_jax.planning.cost.workload import Workload
 
 STAGED = plan_on("pipe=4,fsdp=16")
 """Four stages of 8 layers."""
+EQUAL = PRICING.workload.layer_shares
+"""Compute time of each layer: all are equal."""
+WHISPER = Workload.of(make_config("whisper-small", {})).layer_shares
+"""That of whisper-small's 24 layers."""
+ENCODER, DECODER = WHISPER[0], WHISPER[-1]
 
 
 def factors(part: tuple[float, float], factor: float) -> list[float]:
@@ -33,13 +41,13 @@ def layers(plan) -> tuple[int, ...]:
 
 
 def test_the_slow_stage_gets_fewer_layers():
-    other = rebalanced(STAGED, FIRST_EIGHTH)
+    other = rebalanced(STAGED, FIRST_EIGHTH, EQUAL)
     assert layers(other) == (5, 9, 9, 9)
     assert is_legal(other, CONFIG)
     # 9 layers on normal devices, 5 that count 1.5 times: the step takes as long as 9 layers, not
     # 12.
-    assert effective_skew(other, FIRST_EIGHTH) == 1.0
-    assert effective_skew(STAGED, FIRST_EIGHTH) == 1.5
+    assert effective_skew(other, FIRST_EIGHTH, EQUAL) == 1.0
+    assert effective_skew(STAGED, FIRST_EIGHTH, EQUAL) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -62,12 +70,12 @@ def test_stages_with_some_slow_devices_are_slow(part, slow):
 
 
 def test_plans_that_rebalancing_cannot_improve_are_left_unchanged():
-    assert rebalanced(plan_on("fsdp=64"), FIRST_EIGHTH) is None
-    assert rebalanced(STAGED, [1.5] * 64) is None  # everything is slow
-    assert rebalanced(STAGED, factors((0.0, 0.125), 1.01)) is None
-    best = rebalanced(STAGED, FIRST_EIGHTH)
+    assert rebalanced(plan_on("fsdp=64"), FIRST_EIGHTH, EQUAL) is None
+    assert rebalanced(STAGED, [1.5] * 64, EQUAL) is None  # everything is slow
+    assert rebalanced(STAGED, factors((0.0, 0.125), 1.01), EQUAL) is None
+    best = rebalanced(STAGED, FIRST_EIGHTH, EQUAL)
     assert best is not None
-    assert rebalanced(best, FIRST_EIGHTH) is None
+    assert rebalanced(best, FIRST_EIGHTH, EQUAL) is None
 
 
 def test_with_repeats_all_stages_of_a_slow_device_get_fewer_layers():
@@ -78,7 +86,7 @@ def test_with_repeats_all_stages_of_a_slow_device_get_fewer_layers():
             STAGED.pipeline, layers_per_stage=(4,) * 8, repeats=2, schedule="interleaved"
         ),
     )
-    other = rebalanced(twice, factors((0.0, 0.125), 2.0))
+    other = rebalanced(twice, factors((0.0, 0.125), 2.0), EQUAL)
     assert layers(other)[0] < 4
     assert layers(other)[4] < 4
     assert sum(layers(other)) == 32
@@ -90,13 +98,13 @@ def test_moving_any_layer_would_not_make_the_slowest_stage_faster(pipe, stage, s
         plan_on(f"pipe={pipe},fsdp={64 // pipe}"),
         factors((stage / 8, (stage + 1) / 8), skew),
     )
-    other = rebalanced(plan, slow)
+    other = rebalanced(plan, slow, EQUAL)
     of_stages = stage_factors(plan, slow)
     layer_counts = layers(other or plan)
     slowest = max(number * factor for number, factor in zip(layer_counts, of_stages, strict=True))
     assert min(layer_counts) >= 1
     assert sum(layer_counts) == 32
-    assert slowest == pytest.approx(max(layer_counts) * effective_skew(other or plan, slow))
+    assert slowest == pytest.approx(max(layer_counts) * effective_skew(other or plan, slow, EQUAL))
     for source in range(pipe):
         for target in range(pipe):
             moved = [
@@ -109,19 +117,46 @@ def test_moving_any_layer_would_not_make_the_slowest_stage_faster(pipe, stage, s
                 ) >= slowest * (1 - 1e-9)
 
 
+def whisper_stages(*layers_per_stage: int) -> Plan:
+    """A plan for whisper-small, on as many devices as stages."""
+    return plan_on(
+        f"pipe={len(layers_per_stage)}",
+        pipeline=replace(STAGED.pipeline, layers_per_stage=layers_per_stage),
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "slow", "skew", "after"),
+    [
+        ((9, 15), [1.5, 1.0], 1.5, (7, 17)),
+        ((9, 15), [1.0, 1.01], 1.0, None),
+        ((12, 12), [1.0, 1.01], 1.0, (9, 15)),
+        ((9, 15), [1.0, 1.5], 1.5 * (3 * ENCODER + 12 * DECODER) / (9 * ENCODER), (11, 13)),
+    ],
+)
+def test_layers_of_an_encoder_and_a_decoder_count_by_their_compute_time(before, slow, skew, after):
+    """Nine of whisper-small's layers in the encoder take about as long as its other three and the
+    twelve of the decoder, so the stages of a balanced plan have unequal numbers of layers.
+    """
+    plan = whisper_stages(*before)
+    assert effective_skew(plan, slow, WHISPER) == pytest.approx(skew)
+    other = rebalanced(plan, slow, WHISPER)
+    assert (other and layers(other)) == after
+
+
 def test_slow_processes_in_several_stages_are_all_relieved():
     two = factors((0.0, 0.125), 1.5)
     two[32:40] = [2.0] * 8
-    assert layers(rebalanced(STAGED, two)) == (7, 10, 5, 10)
+    assert layers(rebalanced(STAGED, two, EQUAL)) == (7, 10, 5, 10)
 
 
 def test_a_rebalanced_plan_feels_less_skew():
     slow, processes = Conditions(slow=((0, 1.5),)), [device // 8 for device in range(64)]
-    other = rebalanced(STAGED, FIRST_EIGHTH)
+    other = rebalanced(STAGED, FIRST_EIGHTH, EQUAL)
     assert other is not None
-    assert slow.as_seen_by(STAGED, processes) == Conditions(compute=1.5)
-    assert slow.as_seen_by(other, processes) == Conditions()
-    assert Conditions().as_seen_by(other, processes) == Conditions()
+    assert slow.as_seen_by(STAGED, processes, EQUAL) == Conditions(compute=1.5)
+    assert slow.as_seen_by(other, processes, EQUAL) == Conditions()
+    assert Conditions().as_seen_by(other, processes, EQUAL) == Conditions()
 
 
 def test_the_stage_of_a_process_is_that_of_its_devices_in_use():
@@ -134,6 +169,6 @@ def test_the_stage_of_a_process_is_that_of_its_devices_in_use():
     assert plan.pipeline is not None
     fewer = replace(plan, pipeline=replace(plan.pipeline, layers_per_stage=(10, 22)))
     slow = Conditions(slow=((2, 2.0),))
-    assert prices.seen_by(fewer, slow).compute == 1.0
-    assert prices.seen_by(plan, slow).compute == 2.0
-    assert prices.seen_by(plan, slow, frozenset(range(4, 8))) == Conditions()
+    assert prices.seen_by(fewer, prices.first_batch, slow).compute == 1.0
+    assert prices.seen_by(plan, prices.first_batch, slow).compute == 2.0
+    assert prices.seen_by(plan, prices.first_batch, slow, frozenset(range(4, 8))) == Conditions()

@@ -1,13 +1,14 @@
 """Layers are assigned to stages as evenly as possible."""
 
 import itertools
+import operator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_jax.errors import PlanError
-from optimus_jax.pipeline.partition import balanced_layers, layers_per_stage
+from optimus_jax.pipeline.partition import balanced_layers, layers_per_stage, stage_costs
 
 
 def all_partitions(num_layers, num_stages):
@@ -33,16 +34,22 @@ def test_no_partition_is_cheaper_or_more_even(num_layers, data):
 )
 def test_the_costliest_stage_costs_least(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))
+    some = st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=num_stages, max_size=num_stages)
+    factors = data.draw(st.one_of(st.just([]), some))
 
     def costliest(layers):
-        ends = list(itertools.accumulate(layers, initial=0))
-        return max(sum(costs[start:end]) for start, end in itertools.pairwise(ends))
+        each = stage_costs(layers, costs)
+        return max(map(operator.mul, each, factors or itertools.repeat(1.0)))
 
-    found = balanced_layers(tuple(costs), num_stages)
+    found = balanced_layers(tuple(costs), num_stages, tuple(factors))
     assert len(found) == num_stages
     assert min(found) >= 1
     assert sum(found) == len(costs)
     assert costliest(found) == min(map(costliest, all_partitions(len(costs), num_stages)))
+
+
+def test_a_stage_costs_what_its_layers_cost():
+    assert stage_costs((1, 3, 2), (5.0, 1.0, 2.0, 3.0, 0.5, 0.25)) == [5.0, 6.0, 0.75]
 
 
 @given(num_layers=st.integers(1, 512), data=st.data())

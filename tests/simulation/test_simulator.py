@@ -20,6 +20,7 @@ from simulated import (
     truth,
 )
 
+from optimus_jax.config.request import make_config
 from optimus_jax.control import constants
 from optimus_jax.control.policy import Decision
 from optimus_jax.control.signals import UNKNOWN
@@ -36,7 +37,7 @@ from optimus_jax.simulation.telemetry import Now, Telemetry
 from optimus_jax.simulation.timeline import NORMAL, ClusterConditions
 from optimus_jax.simulation.true_switch_costs import PHASES as COST_PHASES
 from optimus_jax.simulation.true_switch_costs import TrueSwitchCosts
-from optimus_jax.simulation.world import PlacedPlan
+from optimus_jax.simulation.world import PlacedPlan, World
 
 BEST = search(PRICING, top=2).best
 START, SECOND = (candidate.plan for candidate in BEST)
@@ -241,10 +242,10 @@ def test_a_straggler_slows_plans_that_include_its_host():
     slow = truth({"kind": "compute", "factor": 1.5, "devices": [3], "start_s": 10}).timeline.at(
         20.0
     )
-    assert made.slowness(PlacedPlan(OTHER, tuple(range(16))), slow) == 1.5
+    assert made.slowness(PlacedPlan(OTHER, tuple(range(16))), slow, 0) == 1.5
     half = default_plans(PRICING, 8)[0]
     assert made.devices_for(half, slow) == tuple(range(8, 16))
-    assert made.slowness(PlacedPlan(half, tuple(range(8, 16))), slow) == 1.0
+    assert made.slowness(PlacedPlan(half, tuple(range(8, 16))), slow, 0) == 1.0
 
 
 def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
@@ -256,8 +257,22 @@ def test_a_straggler_in_a_stage_with_fewer_layers_costs_less():
     uneven = replace(pipelined, pipeline=replace(pipelined.pipeline, layers_per_stage=(20, 28)))
     world, devices = truth().world, tuple(range(16))
     early = replace(NORMAL, slow=((3, 1.5),))
-    assert world.slowness(PlacedPlan(pipelined, devices), early) == 1.5
-    assert world.slowness(PlacedPlan(uneven, devices), early) == pytest.approx(30 / 28)
+    assert world.slowness(PlacedPlan(pipelined, devices), early, 0) == 1.5
+    assert world.slowness(PlacedPlan(uneven, devices), early, 0) == pytest.approx(30 / 28)
+
+
+def test_a_straggler_in_the_stage_of_an_encoder_costs_what_its_layers_take():
+    """Nine of whisper-small's 24 layers take longer than the other 15."""
+    pricing = replace(PRICING, config=make_config("whisper-small", {"global_batch": 128}))
+    world = World(scenario(), (pricing,), seed=0)
+    stages = next(each.plan for each in search(PRICING, top=20).best if each.plan.axes.pipe == 2)
+    plan = replace(stages, pipeline=replace(stages.pipeline, layers_per_stage=(9, 15), repeats=1))
+    encoder, decoder = pricing.workload.layer_shares[0], pricing.workload.layer_shares[-1]
+    first, second = 9 * encoder, 3 * encoder + 12 * decoder
+    for device, slowest in ((3, 1.5 * first), (12, 1.5 * second)):
+        slow = replace(NORMAL, slow=((device, 1.5),))
+        found = world.slowness(PlacedPlan(plan, tuple(range(16))), slow, 0)
+        assert found == pytest.approx(slowest / first)
 
 
 # Time

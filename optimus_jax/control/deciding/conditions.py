@@ -99,18 +99,23 @@ class Conditions:
         slow = dict(self.slow)
         return [slow.get(process, 1.0) for process in processes]
 
-    def as_seen_by(self, plan: Plan, processes: Sequence[int]) -> "Conditions":
+    def as_seen_by(
+        self, plan: Plan, processes: Sequence[int], shares: Sequence[float]
+    ) -> "Conditions":
         """These conditions as the plan is affected by them on devices of these processes: by slow
-        compute everywhere, which is less slow if slow stages have fewer layers.
+        compute everywhere, which is less slow if slow stages have less to compute.
+
+        Args:
+          shares: as of `effective_skew`.
         """
         if not self.slow:
             return self
-        skew = effective_skew(plan, self.device_factors(processes))
+        skew = effective_skew(plan, self.device_factors(processes), shares)
         return replace(self, slow=(), compute=self.compute * skew)
 
     def applied(self, pricing: Pricing) -> Pricing:
-        """The pricing of plans in these conditions, for plans whose slow stages have as many layers
-        as the others.
+        """The pricing of plans in these conditions, for plans whose slow stages have as much to
+        compute as the others.
         """
         cluster, rates = pricing.cluster, pricing.rates
         platform = cluster.accelerator.platform

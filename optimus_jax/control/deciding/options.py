@@ -212,8 +212,8 @@ class Options:
         observed: ObservedCluster,
         learnt: Calibration,
     ) -> list[Plan] | None:
-        """These plans and the best plans with stages, rebalanced to give slow processes fewer
-        layers; None: a search is still running.
+        """These plans and the best plans with stages, rebalanced to give slow processes less to
+        compute; None: a search is still running.
         """
         config, num_devices = devices.pricing.config, devices.pricing.cluster.num_devices
         factors = devices.conditions.device_factors(
@@ -229,7 +229,8 @@ class Options:
             if best is None:
                 return None
             staged += best
-        found = dict.fromkeys(rebalanced(plan, factors) for plan in staged)
+        shares = devices.profiled.workload.layer_shares
+        found = dict.fromkeys(rebalanced(plan, factors, shares) for plan in staged)
         legal = [
             plan
             for plan in found
@@ -245,12 +246,12 @@ class Options:
     def _as_affected(
         self, devices: UsableDevices, plan: Plan, observed: ObservedCluster
     ) -> UsableDevices:
-        """The devices with the skew that affects this plan, which is less if slow stages have fewer
-        layers.
+        """The devices with the skew that affects this plan, which is less if slow stages have less
+        to compute.
         """
 
         def priced(conditions: Conditions) -> Pricing:
-            seen = self._prices.seen_by(plan, conditions, devices.without)
+            seen = self._prices.seen_by(plan, observed.batch, conditions, devices.without)
             return observed.memory.applied(seen.applied(devices.profiled))
 
         if devices.conditions.slow:

@@ -65,14 +65,17 @@ class Prices:
         return tuple([self.process_of[device] for device in used[:num_devices]])
 
     def seen_by(
-        self, plan: Plan, conditions: Conditions, without: frozenset[int] = frozenset()
+        self,
+        plan: Plan,
+        batch: BatchShape,
+        conditions: Conditions,
+        without: frozenset[int] = frozenset(),
     ) -> Conditions:
         """The conditions as they affect the plan on devices other than these."""
-        return (
-            conditions.as_seen_by(plan, self.processes(plan.num_devices, without))
-            if conditions.slow
-            else conditions
-        )
+        if not conditions.slow:
+            return conditions
+        processes = self.processes(plan.num_devices, without)
+        return conditions.as_seen_by(plan, processes, self.of(batch).workload.layer_shares)
 
     def query_of(
         self,
@@ -87,7 +90,7 @@ class Prices:
         Raises PlanError if the speed of a link is unknown.
         """
         in_use = conditions.among(self.processes(plan.num_devices, without))
-        pricing = self.seen_by(plan, in_use, without).applied(self.of(batch))
+        pricing = self.seen_by(plan, batch, in_use, without).applied(self.of(batch))
         return query(plan, pricing, setting(batch, in_use), regime)
 
     def log_time(
@@ -103,7 +106,7 @@ class Prices:
         """
         key = (plan, batch, conditions, without)
         if key not in self._log_times:
-            pricing = self.seen_by(plan, conditions, without).applied(self.of(batch))
+            pricing = self.seen_by(plan, batch, conditions, without).applied(self.of(batch))
             self._log_times[key] = math.log(sum(times(plan, pricing).values()))
         return self._log_times[key]
 

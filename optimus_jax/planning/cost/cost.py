@@ -9,12 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
-from optimus_jax.models.flops import layer_shares
+from optimus_jax.pipeline.partition import stage_costs
 from optimus_jax.plan import Plan
 from optimus_jax.planning.cost.communication import VOCABULARY, CommunicationOp
 from optimus_jax.planning.cost.corrections import spread
@@ -348,8 +347,7 @@ class StepTimes:
         assert pipeline is not None
         if not workload.model.encoder_layers:
             return pipeline.most_layers
-        shares = iter(layer_shares(workload.model, workload.seq_len))
-        return max(sum(islice(shares, number)) for number in pipeline.layers_per_stage)
+        return max(stage_costs(pipeline.layers_per_stage, workload.layer_shares))
 
     @cached_property
     def _ticks(self) -> Ticks | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.models.families import generator_of
-from optimus_jax.models.flops import step_flops
+from optimus_jax.models.flops import layer_shares, step_flops
 from optimus_jax.training.optimizer import moments_per_parameter
 from optimus_jax.training.task import Task
 from optimus_jax.training.tasks import MLM, NEXT_TOKEN, TASKS, model_of, task_of
@@ -61,6 +61,11 @@ class Workload:
         """What the model's generator computes; None: there is none."""
         generator = generator_of(self.model)
         return None if generator is None else replace(self, model=generator, task=TASKS[MLM])
+
+    @cached_property
+    def layer_shares(self) -> tuple[float, ...]:
+        """Compute time of each layer, in that of the mean layer (models/flops.py)."""
+        return layer_shares(self.model, self.seq_len)
 
     @property
     def step_flops(self) -> float:
