@@ -30,7 +30,7 @@ def has_words(text: str) -> bool:
 
 def word_errors(references: Sequence[str], texts: Sequence[str]) -> float:
     """Word error rate: words that must be changed, left out or put in, of all words of the
-    references. Case and punctuation do not count.
+    references. Words are separated by any white space; case and punctuation do not count.
 
     Raises DataError if jiwer is missing, or the references hold no words.
     """
@@ -55,7 +55,10 @@ def word_errors(references: Sequence[str], texts: Sequence[str]) -> float:
                 do="give recordings with their texts",
             )
         )
-    reference, hypothesis = (list(each) for each in zip(*pairs, strict=True))
+    # jiwer divides words at " " alone.
+    reference, hypothesis = (
+        [" ".join(text.split()) for text in each] for each in zip(*pairs, strict=True)
+    )
     return float(
         jiwer.wer(
             reference,

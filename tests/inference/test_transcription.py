@@ -139,6 +139,10 @@ def test_long_recordings_are_written_down_in_parts():
 
 def test_word_errors_count_words_alone():
     pytest.importorskip("jiwer")
+    for space in ("\n", "\t", "\u00a0", "\r\n", "\u3000", " , "):
+        spaced = f"one{space}two three"
+        assert word_errors([spaced], ["one two three"]) == 0
+        assert word_errors(["one two three"], [spaced]) == 0
     assert word_errors(["one, two three"], ["One two  three."]) == 0
     assert word_errors(["one two", "three four"], ["one too", "three"]) == 0.5
     with pytest.raises(DataError, match="no words"):
