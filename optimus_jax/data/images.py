@@ -257,11 +257,11 @@ def _images_in(
 
 
 def _label_in(value: object = None) -> str | None:
-    """The label that a table has; None: it has none. Integers of a column with missing ones may be
-    floats."""
+    """The label that a table has; None: it has none, or an empty one. Integers of a column with
+    missing ones may be floats."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return str(value) if isinstance(value, int | str) else None
+    return str(value) or None if isinstance(value, int | str) else None
 
 
 def _checked_images(

@@ -113,7 +113,11 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    for labels, kept in (([1.0, None, 0.0], ["1", "0"]), (["b", "a", None], ["b", "a"])):
+    for labels, kept in (
+        ([1.0, None, 0.0], ["1", "0"]),
+        (["b", "a", None], ["b", "a"]),
+        (["", "b", "a"], ["b", "a"]),
+    ):
         table = arrow.table({"image": [encoded(number) for number in range(3)], "label": labels})
         parquet.write_table(table, tmp_path / "a.parquet")
         data = load(tmp_path / "a.parquet")
