@@ -80,6 +80,13 @@ def test_advice_names_the_batch_factor_and_the_gain_a_search_finds():
     )
 
 
+@pytest.mark.parametrize(("model", "is_said"), [("gpt2", True), ("whisper-small", False)])
+def test_stages_of_unequal_numbers_of_equal_layers_are_reported(model, is_said):
+    overrides = {"global_batch": 40, "parallel.mesh": "pipe=5"}
+    reasons = search_plans(model, "h100:5", top=1, overrides=overrides).divisibility.reasons
+    assert any("leave stages uneven" in each for each in reasons) == is_said
+
+
 def test_batch_that_divides_starts_no_second_search(monkeypatch):
     monkeypatch.setattr("optimus_jax.planning.search.search.REPORT_EVERY_S", math.inf)
     messages = []

@@ -161,9 +161,11 @@ def reasons_of(config: Config, num_devices: int, plan: Plan | None) -> Iterator[
             f"{_factors(wide, negated=True)} the model's width of {model.embed_dim:,}, which rules"
             " out fsdp"
         )
-    if plan is not None and plan.pipeline is not None and model.num_layers % plan.axes.pipe:
+    # Layers of an encoder and a decoder take unequal times, so their stages are uneven on purpose.
+    stages = 1 if plan is None or model.encoder_layers else plan.axes.pipe
+    if model.num_layers % stages:
         yield (
-            f"{counted(model.num_layers, 'layer')} over pipe={plan.axes.pipe} leave stages uneven,"
+            f"{counted(model.num_layers, 'layer')} over pipe={stages} leave stages uneven,"
             " and every tick lasts as long as its largest stage"
         )
 
