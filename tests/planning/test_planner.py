@@ -67,6 +67,22 @@ def test_plans_come_best_first_with_a_reason_each():
         assert ranked.prediction.low_s < ranked.step_time_s < ranked.prediction.high_s
 
 
+def test_a_model_of_sound_is_planned_with_stages_of_equal_time():
+    best, *others = find_plans("whisper-small", "h100:2x8", top=3)
+    assert len(others) == 2
+    assert best.prediction.tokens_per_s * best.step_time_s == pytest.approx(128 * (1500 + 448))
+    for ranked in (best, *others):
+        ranked.plan.validate(model_preset("whisper-small"), global_batch=128)
+        assert 0 < ranked.memory.total < 0.9 * 80e9
+    staged, halves = (
+        find_plans("whisper-small", "h100:2x8", top=1, mesh="pipe=2,fsdp=8", **layers)[0]
+        for layers in ({"parallel.repeats": 1}, {"parallel.layers_per_stage": "12,12"})
+    )
+    assert staged.plan.pipeline is not None
+    assert staged.plan.pipeline.layers_per_stage == (9, 15)
+    assert staged.step_time_s < halves.step_time_s
+
+
 def test_given_settings_are_kept_and_flags_reproduce_the_plan():
     [best] = find_plans(
         "gpt2-xl",
