@@ -96,6 +96,20 @@ def estimated(config: Config, plan: Plan) -> MemoryEstimate:
             "fsdp=8",
             {"remat": "dots", "tuning": Tuning(freeze=("embedding",), freeze_layers=3)},
         ),
+        ("bert-nano", "data=2,fsdp=2,tensor=2", {}),
+        pytest.param(
+            *("bert-nano", "pipe=2,data=4", {"microbatches": 4}), marks=pytest.mark.nightly
+        ),
+        ("electra-nano", "fsdp=8", {"remat": "full"}),
+        pytest.param(*("electra-nano", "data=2,fsdp=2,tensor=2", {}), marks=pytest.mark.nightly),
+        pytest.param(
+            *("electra-nano", "pipe=2,data=4", {"microbatches": 4}), marks=pytest.mark.nightly
+        ),
+        ("vit-nano", "data=2,fsdp=2,tensor=2", {}),
+        pytest.param(
+            *("vit-nano", "pipe=2,fsdp=2,tensor=2", {"microbatches": 4, "zero": 2}),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_memory_estimate_is_near_what_xla_allocates(model, mesh, settings):
