@@ -41,7 +41,7 @@ def test_each_example_is_listed_here():
 
 def test_the_page_lists_each_example_and_what_own_layers_and_losses_import():
     lists, stable = HOWTO.read_text(encoding="utf-8").split("## What is stable")
-    assert [each.name for each in EXAMPLES if f"| `{each.name}` |" not in lists] == []
+    assert [each.name for each in EXAMPLES if f"| `examples/{each.name}` |" not in lists] == []
     imported = {
         f"`{module.replace('.', '/')}.py`"
         for path in EXAMPLES
