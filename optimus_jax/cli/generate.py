@@ -19,7 +19,7 @@ from optimus_jax.system.paths import local_path
 from optimus_jax.system.resilient_io import print_to_stderr
 
 if TYPE_CHECKING:
-    from optimus_jax.inference.chats import Asked
+    from optimus_jax.inference.chats import GivenPrompt
 
 STANDARD_INPUT = "-"
 BATCH_SIZE = 8
@@ -159,7 +159,7 @@ def read_prompt(name: str, flag: str = "--prompt-file") -> str:
         ) from error
 
 
-def read_prompts(name: str, *, chat: bool) -> "list[Asked]":
+def read_prompts(name: str, *, chat: bool) -> "list[GivenPrompt]":
     """The prompts of a JSON Lines file, or of standard input.
 
     Args:
@@ -270,7 +270,7 @@ def main() -> None:
                 show_json(asked, of_samples)
 
 
-def show_json(prompt: "Asked", texts: Sequence[str]) -> None:
+def show_json(prompt: "GivenPrompt", texts: Sequence[str]) -> None:
     """Print a JSON object with a prompt and the text of its sample, or the texts of several."""
     asked = {PROMPT if isinstance(prompt, str) else MESSAGES: prompt}
     of_samples = {"text": texts[0]} if len(texts) == 1 else {"texts": texts}

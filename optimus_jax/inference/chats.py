@@ -12,18 +12,18 @@ from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import DataError, explain
 
-Asked = str | list[Message]
+GivenPrompt = str | list[Message]
 """A prompt: a text, or the messages of a conversation so far, oldest first, each a dict with `role`
 and `content`."""
 
 
-def is_one_prompt(value: Asked | Sequence[Asked]) -> TypeGuard[Asked]:
+def is_one_prompt(value: GivenPrompt | Sequence[GivenPrompt]) -> TypeGuard[GivenPrompt]:
     """Whether a value is one prompt, and not several: a text, or a list of dicts."""
     is_conversation = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     return isinstance(value, str) or is_conversation
 
 
-def chat_ids(tokenizer: Tokenizer, prompt: Asked) -> np.ndarray:
+def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
     """Token ids of a conversation, as the chat template writes it, and of the beginning of the
     assistant's next message: int [L]. A text is a user's message.
 

@@ -18,7 +18,7 @@ from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, OptimusError, counted, explain
-from optimus_jax.inference.chats import Asked, is_one_prompt
+from optimus_jax.inference.chats import GivenPrompt, is_one_prompt
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.text_model import GenerationSettings, TextModel
 from optimus_jax.inference.transcription import SpeechModel
@@ -124,7 +124,7 @@ class LoadedModel:
     ) -> list[str]: ...
 
     def generate(
-        self, prompt: Asked | Sequence[Asked], *, batch_size: int = 8, **settings: Any
+        self, prompt: GivenPrompt | Sequence[GivenPrompt], *, batch_size: int = 8, **settings: Any
     ) -> str | list[str]:
         """The text that follows a prompt, without it; of several prompts, that of each.
 
@@ -143,11 +143,11 @@ class LoadedModel:
         if is_one_prompt(prompt):
             return "".join(self.stream(prompt, **settings))
         warn, how = self._generation(settings)
-        several = cast("Sequence[Asked]", prompt)
+        several = cast("Sequence[GivenPrompt]", prompt)
         texts = self.text_model.generate_each(several, how, batch_size=batch_size, warn=warn)
         return [text for (text,) in texts]
 
-    def stream(self, prompt: Asked, **settings: Any) -> Iterator[str]:
+    def stream(self, prompt: GivenPrompt, **settings: Any) -> Iterator[str]:
         """The text that follows a prompt, in pieces, while it is generated.
 
         Args:

@@ -13,7 +13,7 @@ from optimus_jax.data.records import check_characters
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
 from optimus_jax.errors import ConfigError, DataError, explain
-from optimus_jax.inference.chats import Asked, chat_ids, ends_of_turns
+from optimus_jax.inference.chats import GivenPrompt, chat_ids, ends_of_turns
 from optimus_jax.inference.generation import Prompt, generate_ids, rounded_up
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_token_scores
 from optimus_jax.inference.sampling import Sampling, check_range
@@ -64,7 +64,7 @@ class GenerationSettings:
         """How each token is drawn."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
-    def for_prompts(self, prompts: Sequence[Asked]) -> "GenerationSettings":
+    def for_prompts(self, prompts: Sequence[GivenPrompt]) -> "GenerationSettings":
         """The same, with `chat` if one of some prompts is a conversation."""
         is_chat = self.chat or not all(isinstance(prompt, str) for prompt in prompts)
         return replace(self, chat=is_chat)
@@ -118,7 +118,7 @@ class TextModel:
 
     def generate(
         self,
-        prompt: Asked,
+        prompt: GivenPrompt,
         settings: GenerationSettings | None = None,
         *,
         warn: Callable[[str], object] = warnings.warn,
@@ -140,7 +140,7 @@ class TextModel:
 
     def generate_each(
         self,
-        prompts: Sequence[Asked],
+        prompts: Sequence[GivenPrompt],
         settings: GenerationSettings | None = None,
         *,
         batch_size: int = 8,
@@ -227,7 +227,7 @@ class TextModel:
         yield [text.rest() for text in texts]
 
     def _prompt(
-        self, prompt: Asked, settings: GenerationSettings, warn: Callable[[str], object]
+        self, prompt: GivenPrompt, settings: GenerationSettings, warn: Callable[[str], object]
     ) -> Prompt:
         """Tokens of a prompt, and how many may follow it."""
         past, most = settings.past_trained_length, settings.max_new_tokens
@@ -282,7 +282,7 @@ class TextModel:
         return (*of_turn, *self.generation_tokens("eos_token_id"))
 
     def encode(
-        self, prompt: Asked, *, chat: bool = False, past_trained_length: bool = False
+        self, prompt: GivenPrompt, *, chat: bool = False, past_trained_length: bool = False
     ) -> np.ndarray:
         """Token ids of a prompt, after `begin`; of a chat, as its template writes it.
 
