@@ -16,7 +16,12 @@ from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.models.flops import layer_shares
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import VOCABULARY, CommunicationOp
+from optimus_jax.planning.cost.communication import (
+    OUTSIDE_LAYERS,
+    VOCABULARY,
+    CommunicationOp,
+    StepPart,
+)
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.mesh_costs import (
@@ -30,6 +35,7 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES, LayerTime
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
+from optimus_jax.planning.profiles.measurements import PERMUTE, WIRE_SHARE
 
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
@@ -173,6 +179,28 @@ def hidden_shares(
         times[key] = times.get(key, 0.0) + time_s
         beside[key] = beside.get(key, 0.0) + beside_s
     return {key: beside[key] / time_s for key, time_s in times.items() if time_s}
+
+
+def wire_bytes(
+    workload: Workload, plan: Plan, cluster: Cluster, rates: Rates
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """The predicted bytes that a device sends in a step, in rings, by kind and mesh axes.
+
+    Raises what `predict` raises.
+    """
+    steps = StepTimes(_cluster_costs(workload, cluster, rates, OURS), plan)
+    runs, mesh_costs = steps.runs_outside, steps.mesh_costs
+    ops = [op for op, _, _ in mesh_costs.exchanges(plan)] + [
+        op._replace(count=runs[op.part] * op.count) for op in mesh_costs.outside_layers(plan)
+    ]
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for op in ops:
+        kind = PERMUTE if op.kind == "send" else op.kind
+        share = WIRE_SHARE[kind](math.prod([plan.axes[axis] for axis in op.axes]))
+        # An axis of one device is in no compiled group.
+        axes = tuple(axis for axis in op.axes if plan.axes[axis] > 1)
+        sent[kind, axes] = sent.get((kind, axes), 0.0) + share * op.count * op.num_bytes
+    return {key: num_bytes for key, num_bytes in sent.items() if num_bytes}
 
 
 @lru_cache(maxsize=1 << 8)
@@ -382,22 +410,30 @@ class StepTimes:
         sends = 2 * useful * send if self.costs.implementation.waits_for_sends else 0.0
         return sends, filling + (useful * layers - visits) * (forward + backward)
 
-    @cached_property
-    def _outside_layers(self) -> _OutsideLayers:
-        plan, microbatch = self.plan, self.microbatch
-        exposed, embeds, broadcasts = microbatch.exposed, plan.microbatches, 0
-        ticks = self._ticks
+    @property
+    def runs_outside(self) -> dict[StepPart, float]:
+        """How often a step runs the parts of embedding and head, and ticks."""
+        embeds, broadcasts, ticks = self.plan.microbatches, 0, self._ticks
         if ticks is not None and self.costs.implementation.head_shared:
             embeds, broadcasts = ticks.embed, self.streams * ticks.head
             if self.trains_embed:
                 broadcasts += ticks.embed_backward
+        return {
+            "embed": embeds,
+            "head": self.plan.microbatches,
+            "broadcast": broadcasts,
+            "tick": 0.0 if ticks is None else self.streams * (ticks.forward + ticks.backward),
+        }
+
+    @cached_property
+    def _outside_layers(self) -> _OutsideLayers:
+        microbatch, runs = self.microbatch, self.runs_outside
+        exposed, microbatches = microbatch.exposed, self.plan.microbatches
         # Some ticks compute an embedding and need none.
-        idle_embeds = embeds - plan.microbatches
+        idle_embeds = runs["embed"] - microbatches
         return _OutsideLayers(
-            head=plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
-            vocabulary=plan.microbatches * exposed["head"]
-            + embeds * exposed["embed"]
-            + broadcasts * exposed["broadcast"],
+            head=microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
+            vocabulary=sum(runs[part] * exposed[part] for part in OUTSIDE_LAYERS),
             send=self.streams * exposed["tick"],
         )
 
