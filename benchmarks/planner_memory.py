@@ -94,8 +94,8 @@ def main() -> None:
         chosen = f"--list {args.list}" if args.list else f"--draw {args.draw} --seed {args.seed}"
         page.write_text(
             f"{head}\n## {datetime.date.today()}\n\n`python benchmarks/planner_memory.py {chosen}"
-            f" --kernels {args.kernels}`, jax {jax.__version__}; compiled for H100 SXM, not"
-            f" run.\n\n{text}\n\n## {earlier}",
+            f" --kernels {args.kernels}`, jax {jax.__version__};\ncompiled for H100 SXM,"
+            f" not run.\n\n{text}\n\n## {earlier}",
             encoding="utf-8",
         )
 
@@ -218,7 +218,8 @@ def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
         + " |",
         "|---|---|---|---|---|---|" + "---|" * len(CAPACITIES),
     ]
-    for key in sorted({(name, kernel_of(line)) for name, line, *_ in rows}, reverse=True):
+    groups = sorted({(name, kernel_of(line)) for name, line, *_ in rows}, reverse=True)
+    for key in groups:
         out.append(
             summary(
                 *key,
@@ -229,7 +230,9 @@ def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
                 ],
             )
         )
-    out.append(summary("all", "both", [(estimate, compiled) for *_, estimate, compiled in rows]))
+    if len(groups) > 1:
+        every = [(estimate, compiled) for *_, estimate, compiled in rows]
+        out.append(summary("all", "both", every))
     out += ["", "| list | plan | compiled GiB | estimated GiB | error |", "|---|---|---|---|---|"]
     out += [
         f"| {name} | {line} | {compiled / 2**30:.2f} | {estimate.total / 2**30:.2f} |"

@@ -203,6 +203,13 @@ COMPILED_FOR_GPUS = 0.04
             "microbatches=4 stage_residuals=recompute remat=full attention=xla",
             181.39,
         ),
+        ("llama3-8b 4096 2 fsdp=4,tensor=2", "overlap=halves attention=cudnn", 31.60),
+        ("llama3-8b 4096 1 fsdp=8", "overlap=layers scatter=exchange attention=cudnn", 31.81),
+        (
+            "llama3.3-70b 4096 1 fsdp=64",
+            "remat=full overlap=layers kept_layers=40 attention=cudnn",
+            57.86,
+        ),
         ("gpt2 1024 128 data=1", "remat=full attention=cudnn", 8.07),
         ("llama3.2-1b 4096 16 data=1", "remat=full attention=cudnn", 29.40),
         ("llama3-8b 4096 1 data=1, lora", "remat=selective attention=cudnn", 28.49),
