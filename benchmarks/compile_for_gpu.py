@@ -22,9 +22,10 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.plan import Plan
 from optimus_jax.planning.ahead_of_time.compile_check import check
-from optimus_jax.planning.cost.cost import hidden_shares, wire_bytes
+from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.wire_bytes import wire_bytes
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for

@@ -35,7 +35,6 @@ from optimus_jax.planning.cost.rates import HEAD, LAYER, Rates
 from optimus_jax.planning.cost.stage_time import F32_BYTES, LayerTime
 from optimus_jax.planning.cost.workload import ADAM_MOMENTS, Workload
 from optimus_jax.planning.profiles.cluster import TO_HOST, Cluster
-from optimus_jax.planning.profiles.measurements import PERMUTE, WIRE_SHARE
 
 NINE_IN_TEN = 1.645
 """Half-width of the central 90% interval of a normal distribution, in standard deviations."""
@@ -179,28 +178,6 @@ def hidden_shares(
         times[key] = times.get(key, 0.0) + time_s
         beside[key] = beside.get(key, 0.0) + beside_s
     return {key: beside[key] / time_s for key, time_s in times.items() if time_s}
-
-
-def wire_bytes(
-    workload: Workload, plan: Plan, cluster: Cluster, rates: Rates
-) -> dict[tuple[str, tuple[str, ...]], float]:
-    """The predicted bytes that a device sends in a step, in rings, by kind and mesh axes.
-
-    Raises what `predict` raises.
-    """
-    steps = StepTimes(_cluster_costs(workload, cluster, rates, OURS), plan)
-    runs, mesh_costs = steps.runs_outside, steps.mesh_costs
-    ops = [op for op, _, _ in mesh_costs.exchanges(plan)] + [
-        op._replace(count=runs[op.part] * op.count) for op in mesh_costs.outside_layers(plan)
-    ]
-    sent: dict[tuple[str, tuple[str, ...]], float] = {}
-    for op in ops:
-        kind = PERMUTE if op.kind == "send" else op.kind
-        share = WIRE_SHARE[kind](math.prod([plan.axes[axis] for axis in op.axes]))
-        # An axis of one device is in no compiled group.
-        axes = tuple(axis for axis in op.axes if plan.axes[axis] > 1)
-        sent[kind, axes] = sent.get((kind, axes), 0.0) + share * op.count * op.num_bytes
-    return {key: num_bytes for key, num_bytes in sent.items() if num_bytes}
 
 
 @lru_cache(maxsize=1 << 8)
