@@ -1,15 +1,19 @@
 """Compile time of a training step by depth. Layers are scanned, so it should hardly grow.
 
     python benchmarks/compile_depth.py [--mesh fsdp=8] [--layers 6 48]
+    python benchmarks/compile_depth.py --set parallel.remat=full --set parallel.overlap=layers
 
 Prints CPU-seconds and wall seconds of lowering and compiling, each the minimum of three, and the
 ratio to the first depth.
 """
 
 import argparse
+import sys
 import time
 
 from optimus_jax.config.axes import AxisSizes
+from optimus_jax.errors import ConfigError, explain
+from optimus_jax.run.command_line import run
 
 REPEATS = 3
 
@@ -20,13 +24,30 @@ def main() -> None:
     )
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 48])
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting (default: none)",
+    )
     args = parser.parse_args()
+    if wrong := [entry for entry in args.set if "=" not in entry]:
+        raise ConfigError(
+            explain(
+                "a setting has no value",
+                given=f"--set {wrong[0]}",
+                do=f"write --set {wrong[0]}=VALUE",
+            )
+        )
+    settings = dict(entry.split("=", 1) for entry in args.set)
     from optimus_jax.devices.cpu import use_cpu_devices
 
     axes = AxisSizes.parse(args.mesh)
     use_cpu_devices(axes.num_devices)
     times = {
-        layers: min(compile_time(layers, axes) for _ in range(REPEATS)) for layers in args.layers
+        layers: min(compile_time(layers, axes, settings) for _ in range(REPEATS))
+        for layers in args.layers
     }
     for layers, (cpu, wall) in times.items():
         print(
@@ -35,7 +56,7 @@ def main() -> None:
         )
 
 
-def compile_time(num_layers: int, axes: AxisSizes) -> tuple[float, float]:
+def compile_time(num_layers: int, axes: AxisSizes, settings: dict[str, str]) -> tuple[float, float]:
     """(CPU-seconds, wall seconds) of tracing, lowering and compiling. Clears JAX's caches first."""
     import jax
 
@@ -57,7 +78,7 @@ def compile_time(num_layers: int, axes: AxisSizes) -> tuple[float, float]:
         max_length=256,
     )
     config = Config(model=model, data=DataConfig(global_batch=16)).with_values(
-        {"parallel.mesh": str(axes)}
+        {"parallel.mesh": str(axes), **settings}
     )
     plan = plan_for(config, axes, discover())
     program = build_program(config, plan)
@@ -67,4 +88,4 @@ def compile_time(num_layers: int, axes: AxisSizes) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

@@ -5,9 +5,9 @@
 
 Prints one JSON object: the findings of `optimus_jax.planning.ahead_of_time.compile_check` beside
 the planner's estimate. The compiler lays out memory and orders collectives as on the device, but
-nothing runs: `hidden`, the share of an exchange's time beside compute, takes that order from
-the compiler and durations from the planner's time model. Beside it is the share that the planner
-predicts (`planned`).
+nothing runs: `wire_gib` are the bytes that a device sends in a step, in rings, and `hidden`, the
+share of an exchange's time beside compute, takes that order from the compiler and durations from
+the planner's time model. Beside both is what the planner predicts (`planned`).
 """
 
 import argparse
@@ -25,6 +25,7 @@ from optimus_jax.planning.ahead_of_time.compile_check import check
 from optimus_jax.planning.cost.cost import hidden_shares
 from optimus_jax.planning.cost.memory import memory_of_run
 from optimus_jax.planning.cost.rates import Rates
+from optimus_jax.planning.cost.wire_bytes import wire_bytes
 from optimus_jax.planning.cost.workload import Workload
 from optimus_jax.planning.profiles.cluster import Cluster
 from optimus_jax.planning.search.assemble import plan_for
@@ -124,6 +125,8 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
     """The findings of the compiler beside the planner's estimate; memory is in GiB."""
     compiled = check(config, plan, cluster)
     estimate = memory_of_run(config, plan)
+    priced = Workload.of(config), plan, cluster, Rates.of(cluster.accelerator)
+    sent, planned = compiled.wire_bytes(), wire_bytes(*priced)
     return {
         "plan": plan.describe(),
         "model": config.model.name,
@@ -138,12 +141,13 @@ def report(config: Config, plan: Plan, cluster: Cluster) -> dict:
         "fits": compiled.fits,
         "dot_tflops": round(compiled.dot_flops / 1e12, 3),
         "wire_gib": {
-            f"{kind} over {'+'.join(axes) or 'nothing'}": gib(sent)
-            for (kind, axes), sent in compiled.wire_bytes().items()
+            f"{kind} over {'+'.join(axes) or 'nothing'}": {
+                "compiled": gib(sent.get((kind, axes), 0.0)),
+                "planned": gib(planned.get((kind, axes), 0.0)),
+            }
+            for kind, axes in sent | planned
         },
-        "hidden": compiled.compare_hidden(
-            hidden_shares(Workload.of(config), plan, cluster, Rates.of(cluster.accelerator))
-        ),
+        "hidden": compiled.compare_hidden(hidden_shares(*priced)),
         "sends": [
             {"times": each.times, "work_under": each.work_under}
             for each in compiled.traffic

@@ -8,14 +8,9 @@ for H100s, which need not be present.
 Called again, it compiles only the plans that are missing in the file. --write adds the table to its
 page in benchmarks/results/.
 
-There are four lists of plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b. The
-formulas of the estimate were developed on *studied* with XLA's attention. After *fresh* with XLA's
-attention they were changed once (the shares of attention scores). *drawn* is drawn at random from
-the legal plans (--seed); nothing was changed after it. For cuDNN's attention one constant was
-changed (STREAMS_AGAIN, what a recomputed layer produces), because of two cases of benchmarks/gpu
-and not because of these lists. *families* has other families than GPT-2 and Llama, and plans that
-split the stream's tokens; GATHERED_STREAMS was chosen before it was compiled. A line is a plan:
-model, tokens per example, examples of a microbatch on a device, mesh, settings.
+There are five lists of plans on 8 to 256 GPUs, mostly of gpt2-xl, llama3-8b and llama3.3-70b:
+those of planner_memory_cases.py, and *drawn*, which is drawn at random from the legal plans
+(--seed).
 """
 
 import argparse
@@ -27,6 +22,7 @@ from pathlib import Path
 
 import jax
 from compile_for_gpu import asked
+from planner_memory_cases import FAMILIES, FRESH, LOOPS, STUDIED
 
 from optimus_jax.config import Config
 from optimus_jax.errors import OptimusError
@@ -37,109 +33,6 @@ from optimus_jax.planning.search.layouts import axis_sizes
 from optimus_jax.planning.search.search import USABLE_SHARE
 from optimus_jax.system.paths import path_argument
 
-STUDIED = """
-gpt2-xl      1024 2  data=8
-gpt2-xl      1024 4  data=8                       microbatches=2 remat=selective
-gpt2-xl      1024 8  fsdp=8
-llama3-8b    4096 1  fsdp=8
-llama3-8b    4096 2  fsdp=8                       remat=selective
-llama3-8b    4096 1  pipe=4,tensor=2              microbatches=8
-llama3.3-70b 4096 1  fsdp=64                      remat=full
-llama3.3-70b 4096 1  pipe=8,tensor=8              microbatches=16 remat=selective
-gpt2-xl      1024 4  fsdp=8                       zero=1 microbatches=4
-gpt2-xl      1024 4  fsdp=8                       zero=2 microbatches=2 remat=dots
-gpt2-xl      1024 16 fsdp=8                       microbatches=2 remat=full
-gpt2-xl      1024 2  pipe=4,data=2                microbatches=8
-gpt2-xl      1024 2  pipe=2,fsdp=4                microbatches=8 stage_residuals=recompute \
-    remat=full
-gpt2-xl      1024 2  pipe=4,fsdp=2                microbatches=8 zero=1 schedule=interleaved
-gpt2-xl      1024 4  data=4,tensor=2              remat=selective rules=heads=none
-llama3-8b    8192 1  fsdp=8                       remat=full
-llama3-8b    2048 1  fsdp=8                       zero=1 microbatches=4 remat=full
-llama3-8b    4096 2  tensor=8
-llama3-8b    4096 2  fsdp=4,tensor=2              remat=dots
-llama3-8b    4096 1  pipe=2,fsdp=2,tensor=2       microbatches=8 zero=2 stage_residuals=recompute \
-    remat=full
-llama3-8b    4096 1  pipe=2,tensor=4              microbatches=8 schedule=interleaved repeats=4 \
-    stage_residuals=recompute remat=full
-llama3-8b    2048 2  fsdp=2,tensor=4              zero=1 microbatches=4 remat=selective
-llama3.3-70b 4096 1  fsdp=8                       remat=full
-llama3.3-70b 4096 1  pipe=2,tensor=4              microbatches=4 stage_residuals=recompute \
-    remat=full
-gpt2-xl      1024 4  data=64                      remat=selective
-gpt2-xl      1024 8  fsdp=64
-gpt2-xl      1024 4  data=8,fsdp=8                zero=2 microbatches=4 remat=full
-gpt2-xl      1024 1  pipe=8,data=8                microbatches=32 schedule=gpipe \
-    stage_residuals=recompute
-gpt2-xl      1024 2  pipe=8,data=8                microbatches=16 remat=selective
-gpt2-xl      1024 2  pipe=4,data=16               microbatches=8 schedule=interleaved repeats=4 \
-    remat=dots
-llama3-8b    8192 1  fsdp=64
-llama3-8b    4096 2  data=8,fsdp=8                microbatches=2 remat=selective
-llama3-8b    4096 2  data=8,tensor=8              microbatches=2
-llama3-8b    4096 1  pipe=4,data=8,tensor=2       microbatches=16 remat=selective
-llama3-8b    2048 1  pipe=8,fsdp=8                microbatches=16 zero=1 remat=dots
-llama3-8b    4096 2  data=4,fsdp=4,tensor=4       zero=2 remat=full
-llama3-8b    2048 1  pipe=4,data=16               microbatches=8 schedule=gpipe \
-    stage_residuals=recompute
-llama3.3-70b 4096 2  fsdp=8,tensor=8              remat=selective
-llama3.3-70b 4096 1  pipe=4,fsdp=4,tensor=4       microbatches=16 stage_residuals=recompute \
-    remat=full
-llama3.3-70b 4096 1  pipe=8,tensor=8              microbatches=16 schedule=interleaved
-gpt2-xl      1024 2  data=256
-gpt2-xl      1024 8  data=32,fsdp=8               remat=selective
-gpt2-xl      1024 2  pipe=16,data=16              microbatches=32 stage_residuals=recompute \
-    remat=full
-gpt2-xl      1024 2  pipe=8,data=8,fsdp=4         microbatches=16 schedule=interleaved
-llama3-8b    4096 1  data=32,fsdp=8
-llama3-8b    4096 4  fsdp=64,tensor=4             remat=selective
-llama3-8b    4096 1  pipe=8,data=16,tensor=2      microbatches=32 schedule=interleaved
-llama3-8b    4096 1  pipe=2,data=4,fsdp=32        microbatches=8 stage_residuals=recompute \
-    remat=dots
-llama3.3-70b 4096 1  fsdp=256
-llama3.3-70b 4096 1  data=4,fsdp=8,tensor=8       remat=dots
-llama3.3-70b 4096 1  pipe=8,data=4,tensor=8       microbatches=32
-llama3.3-70b 4096 1  pipe=16,fsdp=2,tensor=8      microbatches=32 zero=1 \
-    stage_residuals=recompute remat=full
-llama3.3-70b 4096 1  pipe=4,data=2,fsdp=4,tensor=8 microbatches=16 zero=2 schedule=gpipe remat=full
-"""
-FRESH = """
-llama2-13b   4096 1  fsdp=16                      remat=selective
-llama2-13b   2048 1  pipe=4,fsdp=4,tensor=2       microbatches=12 remat=full
-gpt2-large   1024 4  pipe=2,data=4                microbatches=8 schedule=gpipe remat=selective
-gpt2-large   1024 8  fsdp=4,data=2                zero=2 microbatches=3 remat=none
-llama3.2-1b  8192 2  data=8                       remat=full
-llama3.2-1b  4096 4  fsdp=2,tensor=4              zero=3 remat=selective
-llama3-8b    4096 1  fsdp=8                       remat=full
-llama3-8b    8192 1  pipe=4,tensor=8              microbatches=8 remat=full
-llama3-8b    4096 1  pipe=2,fsdp=4                microbatches=8 schedule=interleaved repeats=2 \
-    remat=selective
-llama3-8b    2048 3  fsdp=16                      microbatches=2 remat=dots
-llama3-8b    4096 1  pipe=8,data=4                microbatches=8 send_slack=true remat=selective
-llama3.3-70b 8192 1  fsdp=32,tensor=8             remat=full
-llama3.3-70b 2048 1  pipe=16,fsdp=8               microbatches=32 remat=full
-llama3.3-70b 4096 1  pipe=8,fsdp=4,tensor=4       zero=1 microbatches=16 schedule=interleaved \
-    stage_residuals=recompute remat=selective
-llama3.3-70b 4096 1  data=8,fsdp=32               microbatches=2 remat=full
-gpt2-xl      1024 4  pipe=8,fsdp=8                microbatches=8 zero=2 schedule=gpipe remat=dots
-gpt2-xl      1024 4  fsdp=64                      microbatches=4 remat=selective
-llama3-8b    4096 1  data=4,tensor=4              zero=0 microbatches=4 rules=mlp=none \
-    remat=selective
-"""
-FAMILIES = """
-mistral-7b   4096 1  fsdp=8
-mistral-7b   4096 2  fsdp=4,tensor=2              remat=full
-qwen3-8b     4096 1  fsdp=8                       remat=selective
-qwen3-8b     4096 1  pipe=4,tensor=2              microbatches=8
-qwen3-8b     4096 2  tensor=8                     sequence_parallel=true
-gpt-j-6b     2048 2  fsdp=8
-gpt-j-6b     2048 1  pipe=4,fsdp=2                microbatches=8 remat=full
-gemma3-4b    4096 1  fsdp=8                       remat=full
-llama3-8b    4096 4  tensor=8                     remat=full sequence_parallel=true
-llama3-8b    4096 1  pipe=2,tensor=4              microbatches=8 sequence_parallel=true
-llama3.3-70b 8192 1  pipe=4,fsdp=2,tensor=8       microbatches=8 remat=selective \
-    sequence_parallel=true
-"""
 CAPACITIES = {"A100 40 GB": 40e9, "H100 80 GB": 80e9, "H200 141 GB": 141e9}
 """Device memory for which each figure is checked: does the plan fit? Three sizes give more plans
 near a limit."""
@@ -172,7 +65,7 @@ def main() -> None:
         default="xla,cudnn",
         help="attention kernels; every plan is compiled with each (default: xla,cudnn)",
     )
-    parser.add_argument("--list", help="lists to compile, such as fresh,families (default: all)")
+    parser.add_argument("--list", help="lists to compile, such as families,loops (default: all)")
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     parser.add_argument("--write", action="store_true", help="add the table to its results page")
     args = parser.parse_args()
@@ -181,6 +74,7 @@ def main() -> None:
         "fresh": lines(FRESH),
         "drawn": drawn(args.draw, args.seed),
         "families": lines(FAMILIES),
+        "loops": lines(LOOPS),
     }
     if args.list:
         lists = {name: lists[name] for name in args.list.split(",")}
@@ -197,10 +91,11 @@ def main() -> None:
     if args.write:
         page = RESULTS / "planner-memory.md"
         head, earlier = page.read_text(encoding="utf-8").split("\n## ", 1)
+        chosen = f"--list {args.list}" if args.list else f"--draw {args.draw} --seed {args.seed}"
         page.write_text(
-            f"{head}\n## {datetime.date.today()}\n\n`python benchmarks/planner_memory.py --draw"
-            f" {args.draw} --seed {args.seed}`, jax {jax.__version__}; compiled for H100 SXM, not"
-            f" run.\n\n{text}\n\n## Earlier: {earlier}",
+            f"{head}\n## {datetime.date.today()}\n\n`python benchmarks/planner_memory.py {chosen}"
+            f" --kernels {args.kernels}`, jax {jax.__version__};\ncompiled for H100 SXM,"
+            f" not run.\n\n{text}\n\n## {earlier}",
             encoding="utf-8",
         )
 
@@ -323,7 +218,8 @@ def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
         + " |",
         "|---|---|---|---|---|---|" + "---|" * len(CAPACITIES),
     ]
-    for key in sorted({(name, kernel_of(line)) for name, line, *_ in rows}, reverse=True):
+    groups = sorted({(name, kernel_of(line)) for name, line, *_ in rows}, reverse=True)
+    for key in groups:
         out.append(
             summary(
                 *key,
@@ -334,7 +230,9 @@ def table(cases: list[tuple[str, str]], records: dict[str, dict]) -> str:
                 ],
             )
         )
-    out.append(summary("all", "both", [(estimate, compiled) for *_, estimate, compiled in rows]))
+    if len(groups) > 1:
+        every = [(estimate, compiled) for *_, estimate, compiled in rows]
+        out.append(summary("all", "both", every))
     out += ["", "| list | plan | compiled GiB | estimated GiB | error |", "|---|---|---|---|---|"]
     out += [
         f"| {name} | {line} | {compiled / 2**30:.2f} | {estimate.total / 2**30:.2f} |"

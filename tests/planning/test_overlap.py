@@ -51,7 +51,8 @@ COMPILED = [
     ),
 ]
 """Mesh, model, rows of 4,096 tokens on a device, settings, and the hidden shares of the plan
-compiled for H100s (docs/decisions/0035)."""
+compiled for H100s (docs/decisions/0035; of the last two, benchmarks/results/compiled-exchanges.md).
+"""
 WITHIN = 0.1
 """What is asked of the planner's shares. These plans keep it; the page says which do not."""
 

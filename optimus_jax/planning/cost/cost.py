@@ -15,7 +15,12 @@ from optimus_jax.config.axes import DATA, FSDP, PIPE, TENSOR
 from optimus_jax.errors import PlanError, explain
 from optimus_jax.pipeline.partition import stage_costs
 from optimus_jax.plan import Plan
-from optimus_jax.planning.cost.communication import VOCABULARY, CommunicationOp
+from optimus_jax.planning.cost.communication import (
+    OUTSIDE_LAYERS,
+    VOCABULARY,
+    CommunicationOp,
+    StepPart,
+)
 from optimus_jax.planning.cost.corrections import spread
 from optimus_jax.planning.cost.implementation_profile import OURS, ImplementationProfile
 from optimus_jax.planning.cost.mesh_costs import (
@@ -380,22 +385,30 @@ class StepTimes:
         sends = 2 * useful * send if self.costs.implementation.waits_for_sends else 0.0
         return sends, filling + (useful * layers - visits) * (forward + backward)
 
-    @cached_property
-    def _outside_layers(self) -> _OutsideLayers:
-        plan, microbatch = self.plan, self.microbatch
-        exposed, embeds, broadcasts = microbatch.exposed, plan.microbatches, 0
-        ticks = self._ticks
+    @property
+    def runs_outside(self) -> dict[StepPart, float]:
+        """How often a step runs the parts of embedding and head, and ticks."""
+        embeds, broadcasts, ticks = self.plan.microbatches, 0, self._ticks
         if ticks is not None and self.costs.implementation.head_shared:
             embeds, broadcasts = ticks.embed, self.streams * ticks.head
             if self.trains_embed:
                 broadcasts += ticks.embed_backward
+        return {
+            "embed": embeds,
+            "head": self.plan.microbatches,
+            "broadcast": broadcasts,
+            "tick": 0.0 if ticks is None else self.streams * (ticks.forward + ticks.backward),
+        }
+
+    @cached_property
+    def _outside_layers(self) -> _OutsideLayers:
+        microbatch, runs = self.microbatch, self.runs_outside
+        exposed, microbatches = microbatch.exposed, self.plan.microbatches
         # Some ticks compute an embedding and need none.
-        idle_embeds = embeds - plan.microbatches
+        idle_embeds = runs["embed"] - microbatches
         return _OutsideLayers(
-            head=plan.microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
-            vocabulary=plan.microbatches * exposed["head"]
-            + embeds * exposed["embed"]
-            + broadcasts * exposed["broadcast"],
+            head=microbatches * microbatch.head + idle_embeds * microbatch.embed_again,
+            vocabulary=sum(runs[part] * exposed[part] for part in OUTSIDE_LAYERS),
             send=self.streams * exposed["tick"],
         )
 

@@ -195,7 +195,7 @@ class MeshCosts:
 
     def exchanges(self, plan: Plan) -> Iterator[tuple[CommunicationOp, float, float]]:
         """The exchanges of a step in layers, of matrices outside them, and at its end: with their
-        seconds in the whole step, and those of these beside compute.
+        counts and seconds in the whole step, and those of these beside compute.
         """
         num_layers = self._workload.model.num_layers
         loop = plan.pipeline.most_layers if plan.pipeline else num_layers
@@ -209,7 +209,18 @@ class MeshCosts:
             for op, time_s, beside_s in zip(
                 ops, *self._overlap.times(ops, plan, usable_s), strict=True
             ):
-                yield op, times * time_s, times * beside_s
+                yield op._replace(count=times * op.count), times * time_s, times * beside_s
+
+    def outside_layers(self, plan: Plan) -> list[CommunicationOp]:
+        """The communication of an embedding, of head and loss, of a broadcast from a stage to all,
+        and of a tick.
+        """
+        rows = rows_of(self._workload, self._batch_ways, plan.microbatches)
+        shape = self._row_shape.with_rows(rows)
+        return [
+            *head_ops(self._workload, plan, shape, self._implementation),
+            *tick_ops(plan, shape, self._implementation),
+        ]
 
     def _layer_parts(
         self, plan: Plan
@@ -268,9 +279,7 @@ class MeshCosts:
         ops: dict[StepPart, list[CommunicationOp]] = {
             part: [] for part in (*OUTSIDE_LAYERS, "tick")
         }
-        for op in head_ops(workload, plan, shape, implementation):
-            ops[op.part].append(op)
-        for op in tick_ops(plan, shape, implementation):
+        for op in self.outside_layers(plan):
             ops[op.part].append(op)
         return MicrobatchCosts(
             shape=shape,
