@@ -74,7 +74,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--chat",
         action="store_true",
-        help="answer the prompt as a user's message, or a conversation, by the chat template",
+        help="answer the prompt as a user's message, or a conversation, by the chat template"
+        " (default: continue it)",
     )
     flags.add_argument(
         "--chat-template",
@@ -131,7 +132,7 @@ def parser() -> Parser:
         action="store_true",
         help=(
             "allow more tokens than the longest sequence of training; learned positions beyond it"
-            " are noise"
+            " are noise (default: stop there)"
         ),
     )
     return flags

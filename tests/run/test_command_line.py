@@ -47,7 +47,6 @@ NO_DEFAULT = {
     "resume",
     "set",
     *("coordinator", "num_processes", "process_id"),  # the launcher says them
-    *("chat", "past_trained_length"),  # of generate: not done unless asked for
 }
 """Flags whose help names no default."""
 
