@@ -177,10 +177,10 @@ def read_prompts(name: str, *, chat: bool) -> "list[GivenPrompt]":
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict):
-            found = value.get(MESSAGES if MESSAGES in value else PROMPT)
-        else:
-            found = value
+        record = value if isinstance(value, dict) else {PROMPT: value}
+        found = record.get(PROMPT)
+        if not found and isinstance(record.get(MESSAGES), list):
+            found = record[MESSAGES]
         if isinstance(found, list) and found and not chat:
             raise ConfigError(
                 explain(

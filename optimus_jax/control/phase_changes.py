@@ -159,10 +159,23 @@ class PhaseChanges:
 
 
 def log_move(
-    run: RunDirectory, prepared: Prepared, switched: Switched, step: int, why: str
+    run: RunDirectory,
+    prepared: Prepared,
+    switched: Switched,
+    step: int,
+    why: str,
+    *,
+    waited_s: float | None = None,
 ) -> None:
-    """Record that the state has moved after `step`, without a decision of a controller."""
-    plan, phases_s = prepared.target.plan, {"prepare_s": prepared.compile_s, **switched.costs_s}
+    """Record that the state has moved after `step`, without a decision of a controller.
+
+    Args:
+      waited_s: seconds for which training waited for the plan to be compiled; None: it went on
+        meanwhile.
+    """
+    plan = prepared.target.plan
+    before_s = {"prepare_s": prepared.compile_s} if waited_s is None else {"wait_s": waited_s}
+    phases_s = before_s | switched.costs_s
     run.log_event(
         "remesh",
         step,
@@ -173,7 +186,7 @@ def log_move(
         why=why,
         phases_s={name.removesuffix("_s"): time_s for name, time_s in phases_s.items()},
         bytes_moved=prepared.forward.sent_bytes,
-        step_delay_s=sum(switched.costs_s.values()),
+        step_delay_s=sum(switched.costs_s.values()) + (waited_s or 0.0),
     )
 
 

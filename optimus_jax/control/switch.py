@@ -224,11 +224,20 @@ class Switcher:
         return switched
 
     def enter(
-        self, state: TrainState, prepared: Prepared, *, step: int, why: str, by_choice: bool = False
+        self,
+        state: TrainState,
+        prepared: Prepared,
+        *,
+        step: int,
+        why: str,
+        by_choice: bool = False,
+        kept_why: str = "the batches need it",
     ) -> Switched:
-        """Switch to other batches. There is no trial, since the run cannot go back.
+        """Switch without a trial, since the run cannot go back: to other batches, or as its user
+        asks.
 
-        Under the same plan no state moves. Arguments as for `switch`.
+        Under the same plan no state moves. Arguments as for `switch`, and the reason, for the
+        journal, why the plan is kept.
         """
         if self._on_trial is not None:
             self.keep(
@@ -243,7 +252,7 @@ class Switcher:
             )
         switched = self.switch(state, prepared, step=step, why=why, by_choice=by_choice)
         if switched.is_done:
-            kept = "other batches begin" if by_choice else "the batches need it"
+            kept = "other batches begin" if by_choice else kept_why
             self.keep(step=step, why=kept, costs_s=switched.costs_s)
         return switched
 

@@ -1,6 +1,6 @@
 """Conversations as prompts: their tokens, and those that end an answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 import numpy as np
@@ -17,10 +17,11 @@ GivenPrompt = str | list[Message]
 and `content`."""
 
 
-def is_one_prompt(value: GivenPrompt | Sequence[GivenPrompt]) -> TypeGuard[GivenPrompt]:
-    """Whether a value is one prompt, and not several: a text, or a list of dicts."""
-    is_conversation = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    return isinstance(value, str) or is_conversation
+def is_one_prompt(value: object) -> TypeGuard[GivenPrompt]:
+    """Whether a value is one prompt, or meant as one: a text, a message, or some in a sequence."""
+    if isinstance(value, str | Mapping):
+        return True
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
 
 
 def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
@@ -33,7 +34,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
         messages = (
             [{ROLE: USER, "content": prompt}]
             if isinstance(prompt, str)
-            else messages_in({MESSAGES: prompt}, MESSAGES)
+            else messages_in({MESSAGES: _as_list(prompt)}, MESSAGES)
         )
     except NotConversationError as error:
         raise DataError(
@@ -65,6 +66,10 @@ def ends_of_turns(tokenizer: Tokenizer, warn: Callable[[str], object]) -> tuple[
         return ()
     (chat,) = tokenizer.encode_chats([rendered])
     return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _writer(tokenizer: Tokenizer) -> ChatWriter:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 MAX_COMPARED_STEPS = 50
 """Maximum number of steps before and after a switch whose times are compared."""
-PHASES = ("prepare", "agree", "probe", "move", "verify", "commit", "settle", "back")
+PHASES = ("prepare", "wait", "agree", "probe", "move", "verify", "commit", "settle", "back")
 """Phases of a switch, in order."""
 
 

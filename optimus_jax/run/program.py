@@ -257,8 +257,7 @@ def run_program(
                 try:
                     if has_own_loop:
                         meshes = MeshChanges(
-                            topology=topology,
-                            pricing=devices.pricing,
+                            devices=devices,
                             switcher=switcher,
                             inputs=inputs,
                             run=run,

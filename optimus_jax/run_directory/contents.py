@@ -69,7 +69,7 @@ SWITCH_RECORDS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "source": "The plan before, as in plan.json.",
             "target": "The new plan.",
             "why": "Reason for the switch.",
-            "by_choice": "False if the run had to leave its plan.",
+            "by_choice": "False if the run had to leave its plan, or its user asked for it.",
         },
     ),
     "commit": (

@@ -15,7 +15,7 @@ import numpy as np
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
 from optimus_jax.data.batch import HostBatch
-from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.errors import ConfigError, FaultError, PlanError, explain
 from optimus_jax.faults.stopping import exit_code_after
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.step_record import EvalRecord
@@ -144,6 +144,7 @@ class TrainingLoop:
                         )
                     )
         finally:
+            self._given = None  # the next iteration gives the batch again
             batches.close()
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
@@ -213,7 +214,7 @@ class TrainingLoop:
           settings: others of `parallel`, such as zero=1 or microbatches=4. Those of the layout that
             are not given are as at a start with this mesh.
         Returns:
-          The plan that the run is under now.
+          The plan that the run is under now: its own, if the run is to end (`is_stopping`).
         Raises:
           ConfigError: the run is over, a batch that was given is not learnt yet, or a setting is
             none of `parallel`.
@@ -231,9 +232,16 @@ class TrainingLoop:
                 )
             )
         self._read()
-        trainer, self._state, why_not = self._change_mesh(
-            self._trainer, self._state, self._number, {"mesh": mesh, **settings}
-        )
+        if self.is_stopping:
+            return self.plan
+        self._trainer.end_profile(self._number)
+        try:
+            trainer, self._state, why_not = self._change_mesh(
+                self._trainer, self._state, self._number, {"mesh": mesh, **settings}
+            )
+        except FaultError:
+            self._is_over = True
+            raise
         if why_not:
             raise PlanError(
                 explain(

@@ -728,9 +728,13 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
         alone,
         loaded.generate("what?", chat=True, **ask),
     ]
-    for wrong, why in (([{"content": "what?"}], "an object with a role"), ([], "a list of")):
+    assert loaded.generate(tuple(messages), **ask) == alone
+    wrong = ([{"content": "what?"}], "an object with a role"), (messages[1], "a list of")
+    for prompt, why in (*wrong, ([], "a list of")):
         with pytest.raises(DataError, match=f"(?s)no conversation.*{why}"):
-            model.encode(wrong)
+            model.encode(prompt)
+    with pytest.raises(DataError, match="no conversation"):
+        loaded.generate(messages[1], **ask)
 
 
 def test_script_reads_a_prompt_from_a_file_and_stops(trained, tmp_path, capsys, monkeypatch):
@@ -805,6 +809,8 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
     chats.write_text(json.dumps({"messages": messages}))
     with pytest.raises(ConfigError, match=r"(?s)line 1 is a conversation.*add --chat"):
         output("--prompts", str(chats))
+    (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "the", "messages": messages}))
+    assert json.loads(output("--prompts", str(tmp_path / "both.jsonl")))["prompt"] == "the"
     answered = json.loads(
         output("--prompts", str(chats), "--chat", "--chat-template", str(template))
     )

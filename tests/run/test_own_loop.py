@@ -1,5 +1,6 @@
 """A run whose loop is its user's: the same steps, files and ends as with `train`."""
 
+import json
 import os
 import signal
 
@@ -11,6 +12,7 @@ from shared_programs import shared_programs  # noqa: F401
 import optimus_jax
 from optimus_jax.data.batch import synthetic_batch
 from optimus_jax.errors import ConfigError, LearningError, PlanError
+from optimus_jax.run.mesh_changes import WHY
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.callbacks import Callback
 
@@ -214,6 +216,9 @@ def test_a_loop_moves_to_another_mesh_and_back(text, tmp_path):
                 loop.remesh(str(first.axes))
             if loop.steps_done == 5:
                 break
+        for _ in loop:
+            break  # the batch is not learnt, and given again
+        assert loop.remesh(str(first.axes)) == first
     assert plans == [first, first, moved, moved, first]
     assert moved != first
     moves = events(run, "remesh")
@@ -222,6 +227,11 @@ def test_a_loop_moves_to_another_mesh_and_back(text, tmp_path):
         (4, first.digest),
     ]
     assert all(event["bytes_moved"] > 0 for event in moves)
+    assert all(event["step_delay_s"] > event["phases_s"]["wait"] > 0 for event in moves)
+    assert [event["step"] for event in events(run, "compile")] == [0, 2, 4]
+    records = [json.loads(line) for line in (run / "switches.jsonl").read_text().splitlines()]
+    assert [record["why"] for record in records if "by_choice" in record] == [WHY, WHY]
+    assert not any(record.get("by_choice") for record in records)
     assert measured.loss > 0
     optimus_jax.train(run_dir=run, resume=True, progress="none")
     losses = [
