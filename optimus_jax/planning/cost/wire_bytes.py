@@ -17,7 +17,8 @@ from optimus_jax.planning.profiles.measurements import PERMUTE, WIRE_SHARE
 def wire_bytes(
     workload: Workload, plan: Plan, cluster: Cluster, rates: Rates
 ) -> dict[tuple[str, tuple[str, ...]], float]:
-    """The predicted bytes that a device sends in a step, in rings, by kind and mesh axes.
+    """The predicted bytes that a device sends in a step, in rings, by kind and mesh axes. What a
+    generator, or the reference of preferences, exchanges is not in it.
 
     Raises what `predict` raises.
     """
