@@ -56,7 +56,7 @@ def picture(page: Path, image: str, *, width: int, height: int, only: str = "") 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run, plans = Path(folder, "run"), Path(folder, "plans.html")
+        run, plans = Path(folder, "gpt2-nano"), Path(folder, "plans.html")
         sizes = [part for size in SIZES for part in ("--set", f"model.{size}")]
         first = ["--model", "gpt2-nano", "--mesh", "data=2,fsdp=4", "--steps", "80", *sizes]
         first += ["--seq-len", "128", "--global-batch", "16", "--cpu-devices", "8"]
