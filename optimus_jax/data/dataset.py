@@ -166,17 +166,17 @@ def load_data(
     if held_out:
         config = dataclasses.replace(config, eval_fraction=0.0)
     loader = _SourceLoader(
-        config,
-        tokenizer,
-        seq_len,
-        vocab_size,
-        model_name,
-        kind,
-        labels,
-        label_place,
-        values_for,
-        given,
-        suggests_labels,
+        config=config,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        model_name=model_name,
+        kind=kind,
+        labels=labels,
+        label_place=label_place,
+        values_for=values_for,
+        given=given,
+        suggests_labels=suggests_labels,
     )
     sources = [(source.path,) for source in config.mixture] or [config.sources]
     parts = list(map(loader.load, sources, _rules(by, len(sources))))
@@ -198,7 +198,7 @@ def _rules(by: str | None, num_sources: int) -> list[HeldOutBy | None]:
     return given if len(given) == num_sources else [None] * num_sources
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _SourceLoader:
     """Loads sources that form one stream, or are all conversations."""
 
@@ -636,5 +636,7 @@ def _mixed(sources: Sequence[WeightedSource], parts: Sequence[Data]) -> Data:
 
 
 def _digest(value: Any) -> str:
-    """16 hexadecimal digits for a JSON value."""
+    """16 hexadecimal digits for a JSON value. Runs know mixtures and held-out data by those of
+    identities, so the order of names in these must not change.
+    """
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -1,14 +1,19 @@
-"""Walks folders and expands globs without looping on symbolic links.
+"""Walks folders and expands globs without looping on symbolic links, and knows the folders of data
+sets that Hugging Face's library has saved.
 
 Each real folder is visited once, under the path that goes through the fewest links. The standard
 library's `glob` follows every link at every depth: two links back to their own folder give 2^40
 names.
 """
 
+import contextlib
 import glob
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from optimus_jax.errors import DataError, explain
 
 _ANY_DEPTH = "**"
 
@@ -43,6 +48,46 @@ def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
                 links.append(path)
             else:
                 waiting.append(path)
+
+
+def data_folders(top: Path) -> Iterator[tuple[Path, list[str], bool]]:
+    """Yield `top` and its subfolders as (path, names of files, whether these are the shards of a
+    data set that Hugging Face's library has saved).
+
+    Raises:
+      DataError: a folder is a datasets.DatasetDict with several splits.
+      OSError: a folder cannot be read.
+    """
+    for folder, subfolders, names in walk(top):
+        if "dataset_dict.json" in names and len(subfolders) > 1:
+            raise DataError(
+                explain(
+                    "a folder holds several splits of a data set",
+                    given=f"{folder}: {', '.join(subfolders)}",
+                    do=f"name one to train on: {folder / subfolders[-1]}",
+                )
+            )
+        shards = _shards(folder, names)
+        if shards:
+            subfolders.clear()
+        yield folder, shards or names, bool(shards)
+
+
+def _shards(folder: Path, names: Sequence[str]) -> list[str]:
+    """The files of a data set written by datasets.Dataset.save_to_disk, or of one in its cache;
+    none: the folder is no such data set.
+
+    Files that `map` and similar calls left in the cache are excluded.
+
+    Args:
+      names: of the files in it.
+    """
+    if "dataset_info.json" not in names and "state.json" not in names:
+        return []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        state = json.loads((folder / "state.json").read_bytes())
+        return [os.path.basename(file["filename"]) for file in state["_data_files"]]
+    return [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
 
 
 def matching(pattern: str) -> Iterator[str]:

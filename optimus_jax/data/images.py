@@ -9,6 +9,7 @@ Transparent pixels are those of a white page behind them. Without labels any fol
 tokens count then, those that are hidden say (training/patch_masking.py).
 """
 
+import struct
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,15 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.model import CLASS_TOKEN, PATCH_TOKEN
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.encoded_files import EncodedFile, opened
-from optimus_jax.data.labelled import names_of_labels
+from optimus_jax.data.labelled import check_known, names_of_labels
 from optimus_jax.data.named_files import (
-    SHARD,
+    SHARDS,
     TABLES,
     FileExamples,
     NamedFile,
     files_of,
     in_threads,
+    is_shard,
     rows_of_table,
     samples_in_shard,
 )
@@ -118,13 +120,19 @@ def decoded(image: StoredImage, model: ModelConfig) -> np.ndarray:
             size = (model.image_size, model.image_size)
             how, box = Image.Resampling[model.resample.upper()], _box(*upright.size, model)
             pixels = np.asarray(upright.convert(mode).resize(size, how, box))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow has a SyntaxError for broken PNGs, and refuses still larger images itself.
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,  # of broken PNGs
+        struct.error,  # of cut Exif data
+        Image.DecompressionBombError,  # of still larger images
+    ) as error:
         raise DataError(
             explain(
                 f"an image cannot be read: {image.name}",
                 given=f"{type(error).__name__}: {error}",
-                do="remove the file, or replace it by a whole one",
+                do=f"replace it by a whole one of at most {MOST_PIXELS:,} pixels, or remove it; a"
+                " run that was begun with it goes on with --set data.allow_change=true",
             )
         ) from error
     return np.moveaxis(pixels.reshape(*size, model.num_channels), -1, 0)
@@ -200,15 +208,7 @@ def read_images(
             )
         )
     labels = labels or names_of_labels(used)
-    if other := sorted(used - {*labels}):
-        raise DataError(
-            explain(
-                "images have labels that the model does not know",
-                given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
-                do="give images with the same labels, or --set model.labels= for a new head with"
-                " those of the images",
-            )
-        )
+    check_known("images have", used, labels)
     return Images(name=name, items=found, labels=labels, model=model), notes
 
 
@@ -244,7 +244,7 @@ def _images_in(
             columns = [image_field, *([] if label_field is None else [label_field])]
             for name, data, labels in rows_of_table(file, columns, "images"):
                 yield StoredImage(str(inside / name), data, _label_in(*labels))
-        elif file.suffix == SHARD:
+        elif is_shard(file):
             texts = () if label_field is None else (LABEL_PART,)
             for name, parts, said in samples_in_shard(file, "images", texts=texts):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
@@ -257,10 +257,12 @@ def _images_in(
 
 
 def _label_in(value: object = None) -> str | None:
-    """The label that a table has; None: it has none, or an empty one. Integers of a column with
-    missing ones may be floats."""
+    """The label that a table has; None: it has none, an empty one, or a negative number, which
+    stands for none. Integers of a column with missing ones may be floats."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, int) and value < 0:
+        return None
     return str(value) or None if isinstance(value, int | str) else None
 
 
@@ -272,26 +274,33 @@ def _checked_images(
     Raises DataError if there are none, none with labels if these are wanted, or only labels that
     are names of splits.
     """
+    if not Path(source).exists():
+        raise DataError(
+            explain(
+                f"there is no {source}",
+                given=source,
+                do="give a folder of images, a table or a tar file; a folder, and no pattern, names"
+                " several",
+            )
+        )
     of_source, notes = files_of(Path(source), SUFFIXES)
     images = list(_images_in(source, of_source, image_field, label_field))
     labels = {image.label for image in images if image.label is not None}
     if images and (labels or label_field is None):
         _check_no_splits(source, images, labels)
         return images, notes
-    files, column = f"files with {', '.join(SUFFIXES)}", f"a column {image_field}"
-    wanted, given, do = "images", f"{files}, or tables with {column}", "a folder of images"
+    files, shards = f"files with {', '.join(SUFFIXES)}", f"{', '.join(SHARDS)} files"
+    wanted, given = "images", f"{files}, tables with a column {image_field}, and {shards}"
+    do = "a folder of images, or name the column: --set data.image_field=NAME"
     if label_field is not None:
         wanted, do = "images with labels", "a folder with a folder of images for each label"
         given = (
-            f"{files} in a folder for each label, or tables with columns {image_field} and"
-            f" {label_field}"
+            f"{files} in a folder for each label, tables with columns {image_field} and"
+            f" {label_field}, and {shards}"
         )
+        do += ", or name the columns: --set data.image_field=NAME --set data.label_field=NAME"
     raise DataError(
-        explain(
-            f"{source} holds no {wanted}" if Path(source).exists() else f"there is no {source}",
-            given=f"{given}, are read",
-            do=f"give {do}",
-        )
+        explain(f"{source} holds no {wanted}", given=f"{given}, are read", do=f"give {do}")
     )
 
 

@@ -10,6 +10,7 @@ both are the first token of all. Texts that are too long are truncated inside th
 question whose answers are behind the cut is left out: it would teach that there is none.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -70,8 +71,10 @@ BEGINS, ENDS = 1, 2
 the next bits: BEGINS and ENDS times 4 of the second, times 16 of the third."""
 MOST_ANSWERS = 8
 """Answers to a question that count; the label of a token is an int32."""
-_SHOWN, _MOST_NAMES = 80, 50
-"""Most characters of a field's name in a message, and most names."""
+_SHOWN, _MOST_NAMES, _MOST_LABELS = 80, 50, 5
+"""Most characters of a field's name in a message, and most names of fields and of labels."""
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+"""A whole number, as it is usually written."""
 MOST_NUMBERS = 10_000
 """Labels that are whole numbers below this are all there; larger ones are names."""
 
@@ -145,6 +148,15 @@ class LabelReader(RecordReader):
         return [field for _, field in self._named]
 
     def _label(self, value: object) -> str:
+        if isinstance(value, float) and value.is_integer():  # of a column with missing ones
+            value = int(value)
+        if isinstance(value, int) and value < 0:
+            if self.reads_words:
+                return ""
+            raise NotLabelledError(
+                f"the label in {self.label_field!r} is {value}; negative numbers stand for none",
+                "leave out what has no label, or write the numbers as texts",
+            )
         if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
             raise NotLabelledError(
                 f"a label in {self.label_field!r} is {kind_of_value(value)}, not a text or a whole"
@@ -238,10 +250,12 @@ def _parts_of(value: Any, name: str) -> list[Any]:
 
 
 def names_of_labels(found: Iterable[str]) -> tuple[str, ...]:
-    """Names of labels in order: whole numbers by value, all numbers between them included; texts,
-    also such as 007, by their letters.
+    """Names of labels in order: whole numbers by value, all numbers from 0 on included if none is
+    negative; texts, also such as 007, by their letters.
     """
     names = {*found}
+    if all(map(_WHOLE.fullmatch, names)) and any(name[0] == "-" for name in names):
+        return tuple(sorted(names, key=int))
     digits = len(str(MOST_NUMBERS))
     are_numbers = all(
         name.isascii() and name.isdigit() and len(name) <= digits and name == str(int(name))
@@ -385,16 +399,28 @@ def _labels_of(found: Sequence["_Tokens"], labels: tuple[str, ...], name: str) -
             )
         )
     labels = labels or names_of_labels(used)
-    if other := sorted(used - {*labels}):
+    check_known(f"{name} has", used, labels)
+    return labels
+
+
+def check_known(what: str, used: Collection[str], labels: Sequence[str]) -> None:
+    """Raise DataError if data uses labels that are not among those of the model.
+
+    Args:
+      what: the data and a verb, such as `images have`.
+    """
+    if other := sorted({*used} - {*labels}):
+        more = f" and {len(labels) - _MOST_LABELS} more" if len(labels) > _MOST_LABELS else ""
         raise DataError(
             explain(
-                f"{name} has labels that the model does not know",
-                given=f"{', '.join(other[:5])}; model.labels={','.join(labels)}",
-                do="give data with the same labels, or --set model.labels= for a new head with"
-                " those of the data",
+                f"{what} labels that the model does not know",
+                given=f"{', '.join(other[:_MOST_LABELS])}; it knows"
+                f" {', '.join(labels[:_MOST_LABELS])}{more}",
+                do="give data with its labels alone; or train a new head, with all labels by name"
+                " (--set model.labels=FIRST,SECOND), or those of the training data (--set"
+                " model.labels=)",
             )
         )
-    return labels
 
 
 class _Tokens(NamedTuple):

@@ -27,14 +27,14 @@ from optimus_jax.data.encoded_files import (
     row_group_notes,
     size_of,
 )
-from optimus_jax.data.folders import walk
+from optimus_jax.data.folders import data_folders
 from optimus_jax.data.formats import arrow_batches
 from optimus_jax.data.sampler import ExampleOrder, example_order
 from optimus_jax.errors import DataError, counted, explain
 
 TABLES = (".parquet", ".arrow", ".feather")
-SHARD = ".tar"
-"""Of files with samples in several parts."""
+SHARDS = (".tar", ".tar.gz", ".tgz")
+"""Of files with samples in several parts. Compressed ones are held in memory."""
 MOST_THREADS = min(32, os.cpu_count() or 1)
 """Threads of a process that decode."""
 
@@ -151,6 +151,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=MOST_THREADS, thread_name_prefix="decode")
 
 
+def is_shard(file: Path) -> bool:
+    """Whether a file has samples in several parts, by its name."""
+    return file.name.lower().endswith(SHARDS)
+
+
 def files_of(
     source: Path, suffixes: Sequence[str], beside: Callable[[Path], bool] = lambda file: False
 ) -> tuple[list[Path], list[str]]:
@@ -163,13 +168,13 @@ def files_of(
     """
     if not source.is_dir():
         return [source], []
-    found = [folder / name for folder, _, names in walk(source) for name in names]
+    found = list(_files_in(source))
     files, read = [file for file in found if file.suffix.lower() in suffixes], tuple(suffixes)
     others = Counter(file.suffix.lower() for file in found if not beside(file))
     if not files:  # Beside files, a tar file may be that from which they came.
-        read = (*TABLES, SHARD)
-        files = [file for file in found if file.suffix in read]
-        others = Counter(file.suffix.lower() for file in found)
+        read = (*TABLES, *SHARDS)
+        files = [file for file in found if file.suffix in TABLES or is_shard(file)]
+        others = Counter(file.suffix.lower() for file in found if not is_shard(file))
     for suffix in read:
         others.pop(suffix, None)
     if not files or not others:
@@ -179,6 +184,14 @@ def files_of(
     )
     left_out = counted(others.total(), "file")
     return files, [f"{left_out} in {source} left out, where {', '.join(read)} are read: {kinds}"]
+
+
+def _files_in(top: Path) -> Iterator[Path]:
+    """The files of a folder, at any depth; of a data set that Hugging Face's library has saved, its
+    tables. Raises DataError if there are several splits of one.
+    """
+    for folder, names, _ in data_folders(top):
+        yield from (folder / name for name in names if name != "dataset_dict.json")
 
 
 def samples_in_shard(

@@ -26,12 +26,13 @@ from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.encoded_files import EncodedFile, opened
 from optimus_jax.data.folders import walk
 from optimus_jax.data.named_files import (
-    SHARD,
+    SHARDS,
     TABLES,
     FileExamples,
     NamedFile,
     files_of,
     in_threads,
+    is_shard,
     rows_of_table,
     samples_in_shard,
 )
@@ -259,7 +260,7 @@ def read_recordings(
         recordings, left_out = recordings_in(source, config)
         present += recordings
         notes += left_out
-    found = [each for each in present if each.text is not None]
+    found = [each for each in present if (each.text or "").strip()]
     if not found:
         raise DataError(
             explain(
@@ -273,10 +274,13 @@ def read_recordings(
         )
     prompt = prompt_of(tokenizer, config)
     texts = tokenizer.encode_batch([each.text or "" for each in found])
-    kept, long_sound, long_text = [], 0, 0
+    kept, empty, long_sound, long_text = [], 0, 0, 0
     for recording, text in zip(found, texts, strict=True):
         tokens = np.array([*prompt, *text.tolist(), tokenizer.eos], np.int32)
-        if _num_samples(recording) > most_samples(model):
+        num_samples = _num_samples(recording)
+        if num_samples == 0:
+            empty += 1
+        elif num_samples > most_samples(model):
             long_sound += 1
         elif len(tokens) - 1 > longest:
             long_text += 1
@@ -289,6 +293,7 @@ def read_recordings(
             (long_sound, f"longer than the {seconds:g} s that {model.name} reads"),
             (long_text, f"texts of more than {longest} tokens"),
             (len(present) - len(found), "without a text"),
+            (empty, "without a sound"),
         )
         if number
     ]
@@ -334,9 +339,10 @@ def _no_recordings(what: str, config: DataConfig) -> DataError:
     return DataError(
         explain(
             what,
-            given=f"files with {', '.join(SUFFIXES)}, or tables with columns"
-            f" {config.audio_field} and {config.text_field}, are read",
-            do="give a recording, a folder of them, or a table",
+            given=f"files with {', '.join(SUFFIXES)}, tables with columns {config.audio_field} and"
+            f" {config.text_field}, and {', '.join(SHARDS)} files, are read",
+            do="give a recording, a folder of them, or a table, whose columns are named by --set"
+            " data.audio_field=NAME --set data.text_field=NAME",
         )
     )
 
@@ -363,7 +369,7 @@ def recordings_in(
             for name, data, (text,) in rows_of_table(file, columns, "recordings"):
                 said = text if isinstance(text, str) else None
                 found.append(StoredRecording(str(inside / name), data, said))
-        elif file.suffix == SHARD:
+        elif is_shard(file):
             for name, parts, beside in samples_in_shard(file, "recordings", texts=(TEXT_PART,)):
                 data = next((parts[each[1:]] for each in SUFFIXES if each[1:] in parts), None)
                 if data is not None:

@@ -158,7 +158,10 @@ def _no_field(name: str, record: Mapping[str, Any], do: str | None = None) -> No
 def _tools(value: Any) -> list[Any] | None:
     """Tools, which data sets often store as the text of a JSON list."""
     if isinstance(value, str):
-        value = json.loads(value) if value.strip() else None
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise NotConversationError(f"{TOOLS!r} is a text that is not JSON: {error}") from error
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -172,7 +175,8 @@ def strings_in(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield name
+            if isinstance(name, str):  # in JSON it is; an example from Python may have others
+                yield name
             yield from strings_in(item)
     elif isinstance(value, list):
         for item in value:

@@ -101,14 +101,14 @@ class ChatWriter:
             raise _no_template()
         return _Rendering(self, self.template, chat).result()
 
-    def prompt(self, messages: Sequence[Message]) -> RenderedChat:
-        """Messages, and the beginning of the assistant's next one.
+    def prompt(self, chat: Conversation) -> RenderedChat:
+        """A conversation so far, and the beginning of the assistant's next message.
 
         Raises what a call raises.
         """
         if self.template is None:
             raise _no_template()
-        return _Rendering(self, self.template, Conversation(messages=[*messages])).prompt()
+        return _Rendering(self, self.template, chat).prompt()
 
     def _completion(self, chat: PromptCompletion) -> RenderedChat:
         text, begin = chat.prompt + chat.completion, len(chat.prompt)
@@ -175,7 +175,9 @@ class ChatWriter:
 
     def _marked_name(self, name: str, mark: str) -> str:
         """A field's name, which templates ask for, so that only whole special tokens matter."""
-        return self.marked(name, mark) if self._anywhere.search(name) else name
+        if not isinstance(name, str) or not self._anywhere.search(name):
+            return name
+        return self.marked(name, mark)
 
     def has_end(self, text: str, span: CharacterSpan) -> bool:
         """Whether a span ends with a special token, and perhaps blanks."""

@@ -7,7 +7,6 @@ reads them. `refused.py` has the errors for what cannot be read.
 """
 
 import contextlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from optimus_jax.config.data import STDLIB
 from optimus_jax.data.compressed import suffixes_of
-from optimus_jax.data.folders import matching, walk
+from optimus_jax.data.folders import data_folders, matching
 from optimus_jax.data.formats import (
     HEADER_SUFFIX,
     READERS,
@@ -189,20 +188,9 @@ def _files_of(source: str, skipped_input: SkippedInput) -> list[Path]:
 
 def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
     """Yield the files to train on in a folder and its subfolders, without hidden ones."""
-    for folder, subfolders, names in walk(top):
-        if "dataset_dict.json" in names and len(subfolders) > 1:
-            raise DataError(
-                explain(
-                    "a folder holds several splits of a data set",
-                    given=f"{folder}: {', '.join(subfolders)}",
-                    do=f"name one to train on: {folder / subfolders[-1]}",
-                )
-            )
-        # saved by Hugging Face's datasets library
-        is_saved = "dataset_info.json" in names or "state.json" in names
-        if is_saved and (shards := _shards(folder, names)):
-            yield from (folder / name for name in shards)
-            subfolders.clear()
+    for folder, names, are_shards in data_folders(top):
+        if are_shards:
+            yield from (folder / name for name in names)
             continue
         for name in names:
             path = folder / name
@@ -212,17 +200,6 @@ def _files_in(top: Path, skipped_input: SkippedInput) -> Iterator[Path]:
                 yield path
             else:
                 skipped_input.other_files[path.suffix.lower()] += 1
-
-
-def _shards(folder: Path, names: list[str]) -> list[str]:
-    """The files of a data set written by datasets.Dataset.save_to_disk, or of one in its cache.
-
-    Files that `map` and similar calls left in the cache are excluded.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        state = json.loads((folder / "state.json").read_bytes())
-        return [os.path.basename(file["filename"]) for file in state["_data_files"]]
-    return [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
 
 
 def _is_header(path: Path) -> bool:

@@ -106,8 +106,18 @@ def evaluate(
     if objects.task is not None:
         use_own_task(objects.task)
     if objects.records is not None:
+        data = objects.records
         check_ends(objects.records, "data=")
     source, adapters = trained_source(model, step)
+    taken = sorted(name for name in overrides if name in ("model.labels", "model.labelled"))
+    if taken and source.config().labels:
+        raise ConfigError(
+            explain(
+                "the labels that are measured are those that the model has learnt",
+                given=", ".join(f"{name}={overrides[name]}" for name in taken),
+                do="leave it out, and give data with these labels",
+            )
+        )
     if isinstance(source, RunSource):
         run = open_run(source.named, checkpoint="none", say=warn)
         base, given = settings_of(source), {"data.tokenizer": source.tokenizer()}
@@ -242,7 +252,7 @@ def _measured(
                 do="give other data, or a larger --seq-len",
             )
         )
-    task, loss = task_of(config), found.loss / found.tokens
+    task, loss = task_of(config), found.mean_loss
     return EvaluationResult(
         loss=loss,
         term=task.term,
@@ -252,7 +262,7 @@ def _measured(
         bits_per_byte=_bits_per_byte(found.loss, found.tokens, inputs)
         if task_name(config) == NEXT_TOKEN
         else None,
-        metrics={name: total / found.tokens for name, total in found.metrics.items()} | found.rates,
+        metrics=found.mean_metrics,
         weights=weights,
         plan=plan.describe(),
     )

@@ -59,6 +59,16 @@ class HeldOutResult(NamedTuple):
     rates: dict[str, float]
     """Rates, which are not divided by `tokens`."""
 
+    @property
+    def mean_loss(self) -> float:
+        """Of each term."""
+        return self.loss / self.tokens
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """Of each term, and the rates."""
+        return {name: total / self.tokens for name, total in self.metrics.items()} | self.rates
+
 
 def held_out_sums(
     program: Program, state: TrainState, held_out: HeldOut, *, stops: Callable[[], bool]

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import shutil
 import tarfile
 import threading
@@ -183,6 +184,8 @@ def test_tar_files_have_images_and_their_labels(tmp_path):
     assert cut(data, 0, 1)["targets"][:, 0].tolist() == [1, 0]
     assert len(load(tmp_path / "a.tar", kind="unlabelled_images").train.items) == 3
     whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "c.tar.gz").write_bytes(gzip.compress(whole))
+    assert len(load(tmp_path / "c.tar.gz").train.items) == 2
     for damaged in (b"no tar", whole[:600], gzip.compress(whole)[:-100]):
         (tmp_path / "b.tar").write_bytes(damaged)
         with pytest.raises(DataError, match="a tar file of images cannot be read"):
@@ -241,7 +244,30 @@ def test_files_of_other_kinds_are_counted(folder, tmp_path):
     assert not load(tmp_path / "tables").notes
     (tmp_path / "tables" / "README.md").write_text("no table")
     [note] = load(tmp_path / "tables").notes
-    assert note.endswith("where .parquet, .arrow, .feather, .tar are read: 1 .md")
+    assert note.endswith("where .parquet, .arrow, .feather, .tar, .tar.gz, .tgz are read: 1 .md")
+
+
+def test_of_a_saved_data_set_its_shards_are_read_and_one_split(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"image": [encoded(number) for number in range(2)], "label": [-1, 1]})
+    more = arrow.table({"image": [encoded(2)], "label": [0]})
+    for split in ("test", "train"):
+        (tmp_path / split).mkdir()
+        for name in ("0.arrow", "1.arrow", "cache-1.arrow"):
+            rows = more if name == "1.arrow" else table
+            with (
+                arrow.OSFile(str(tmp_path / split / name), "wb") as sink,
+                arrow.ipc.new_stream(sink, rows.schema) as stream,
+            ):
+                stream.write_table(rows)
+        files = [{"filename": "0.arrow"}, {"filename": "1.arrow"}]
+        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": files}))
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match=r"(?s)several splits.*name one to train on: .*/train"):
+        load(tmp_path)
+    data = load(tmp_path / "train")
+    assert [image.label for image in data.train.items] == ["1", "0"]
+    assert "1 image left out: without a label" in data.notes
 
 
 def tables_of(path):
@@ -436,6 +462,8 @@ def test_images_without_labels_are_read_from_any_folder(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no images\n"):
         load(tmp_path / "empty", kind="unlabelled_images")
+    with pytest.raises(DataError, match=r"there is no .*/nowhere.*\n"):
+        load(tmp_path / "nowhere" / "*.tar", kind="unlabelled_images")
 
 
 def test_folders_without_labels_are_refused(tmp_path):

@@ -248,6 +248,17 @@ def test_whole_numbers_are_labels_in_their_order():
     assert names_of_labels(["10", "2", "0"]) == tuple(map(str, range(11)))
     assert names_of_labels(["b", "a", "10"]) == ("10", "a", "b")
     assert names_of_labels(["01", "00"]) == ("00", "01"), "names, as they are written"
+    assert names_of_labels(["10", "-1", "2"]) == ("-1", "2", "10")
+
+
+def test_negative_numbers_stand_for_no_label(tmp_path):
+    records = [{"text": ["a", "b", "c"], "labels": [1, -100, 0]}]
+    data = load(tmp_path / "words.jsonl", records, "word_labels")
+    assert data.labels == ("0", "1")
+    batch = data.train.cut_examples(np.array([0]), seq_len=16, respect_documents=True)
+    assert sorted(batch["targets"][batch["loss_mask"]].tolist()) == [0, 1]
+    floats = [{"text": text, "label": float(number)} for number, text in enumerate("ab")]
+    assert load(tmp_path / "floats.jsonl", floats).labels == ("0", "1")
 
 
 def test_labels_that_are_known_keep_their_order(tmp_path):
@@ -265,6 +276,7 @@ def test_labels_that_are_known_keep_their_order(tmp_path):
         ({"label": "a"}, "labels", "no field 'text'"),
         ({"text": "a", "label": 0.5}, "labels", "not a text or a whole number"),
         ({"text": "a", "label": ""}, "labels", "not a text or a whole number"),
+        ({"text": "a", "label": -1}, "labels", "is -1; negative numbers stand for none"),
         ({"text": ["a"], "label": "b"}, "labels", "'text' is a list, not a text"),
         ({"text": ["a", "b"], "labels": ["x"]}, "word_labels", "2 words have 1 labels"),
         ({"text": "a b", "labels": ["x"]}, "word_labels", "'text' is a text, not a list"),

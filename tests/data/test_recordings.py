@@ -134,6 +134,17 @@ def test_what_is_longer_than_the_model_reads_is_left_out_and_counted(folder):
         load(folder)
 
 
+def test_what_has_no_text_or_no_sound_is_left_out_and_counted(folder):
+    (folder / "0.txt").write_text(" \n")
+    soundfile.write(folder / "1.wav", samples(1)[:0], SAMPLE_RATE)
+    data = load(folder)
+    assert {*texts_of(data)} == {"more/2.flac", "more/3.flac"}
+    assert data.notes[:2] == (
+        "2 recordings left out: without a text",
+        "1 recording left out: without a sound",
+    )
+
+
 def test_held_out_recordings_depend_on_their_names_alone(folder):
     data = load(folder, eval_fraction=0.4)
     held_out = {each.recording.name for each in data.held_out.items}

@@ -47,6 +47,8 @@ def test_a_run_with_other_labels_lends_its_body(pictures, run_of_three):
     with pytest.raises(DataError, match="model does not know") as error:
         optimus_jax.train(run_dir=pictures / "runs" / "no", **begin)
     assert "model.labels=" in str(error.value)
+    with pytest.raises(ConfigError, match=r"(?s)that the model has learnt.*model\.labels="):
+        optimus_jax.evaluate(run_of_three.run_dir, data=begin["data"], **{"model.labels": ""})
     found = optimus_jax.train(run_dir=pictures / "runs" / "two", **begin, **ANEW).state.params
     before = run_of_three.state.params
     assert found["label_table"].shape == (2, before["label_table"].shape[1])
