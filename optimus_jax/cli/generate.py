@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimus_jax.cli.model_flags import MODEL_WORDS, add_model_flags, loaded
 from optimus_jax.config.settings import shown
-from optimus_jax.data.record_names import MESSAGES, PROMPT
+from optimus_jax.data.record_names import MESSAGES, PROMPT, ROLE, TOOLS, USER
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.run.command_line import Parser
 from optimus_jax.system.environment import import_jax
@@ -61,8 +61,8 @@ def parser() -> Parser:
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
-        help="JSON Lines, each a text or an object with `prompt`, or with --chat `messages`; -:"
-        " standard input. A JSON object is printed for each, with `text`, or `texts` of several"
+        help="JSON Lines, each a text or an object with `prompt`, or with --chat `messages` and"
+        " `tools`; -: standard input. Each object is printed with `text`, or `texts` of several"
         " samples",
     )
     flags.add_argument(
@@ -160,13 +160,13 @@ def read_prompt(name: str, flag: str = "--prompt-file") -> str:
         ) from error
 
 
-def read_prompts(name: str, *, chat: bool) -> "list[GivenPrompt]":
-    """The prompts of a JSON Lines file, or of standard input.
+def read_prompts(name: str, *, chat: bool) -> "list[tuple[dict[str, Any], GivenPrompt]]":
+    """The objects of a JSON Lines file, or of standard input, each with its prompt.
 
     Args:
-      chat: whether a line may have the messages of a conversation.
+      chat: whether a line may have the messages of a conversation, and its tools.
     Raises:
-      ConfigError: it cannot be read, or a line holds no prompt.
+      ConfigError: it cannot be read, a line holds no prompt, or there is none.
     """
     prompts = []
     text = read_prompt(name, "--prompts").removeprefix("\ufeff")
@@ -197,7 +197,18 @@ def read_prompts(name: str, *, chat: bool) -> "list[GivenPrompt]":
                     do='write a JSON text, or an object such as {"prompt": "Once"}, on each line',
                 )
             )
-        prompts.append(found)
+        if chat and record.get(TOOLS):
+            messages = [{ROLE: USER, "content": found}] if isinstance(found, str) else found
+            found = {MESSAGES: messages, TOOLS: record[TOOLS]}
+        prompts.append((record, found))
+    if not prompts:
+        raise ConfigError(
+            explain(
+                "there is no prompt",
+                given=f"--prompts {name}, without a line that is not blank",
+                do='write a JSON text, or an object such as {"prompt": "Once"}, on each line',
+            )
+        )
     return prompts
 
 
@@ -256,7 +267,8 @@ def main() -> None:
             show("" if given["chat"] else prompt, pieces)
             return
         size = BATCH_SIZE if given["batch_size"] is None else given["batch_size"]
-        texts = model.generate_each(prompts, how, batch_size=size, warn=print_to_stderr)
+        asked = [prompt for _, prompt in prompts]
+        texts = model.generate_each(asked, how, batch_size=size, warn=print_to_stderr)
         print_to_stderr(told)
         shown = Progress(
             console=Console(stderr=True),
@@ -265,14 +277,13 @@ def main() -> None:
             redirect_stdout=False,  # texts go where the user sends them
         )
         with shown:
-            for asked, of_samples in shown.track(
+            for (record, _), of_samples in shown.track(
                 zip(prompts, texts, strict=True), total=len(prompts), description="Generating"
             ):
-                show_json(asked, of_samples)
+                show_json(record, of_samples)
 
 
-def show_json(prompt: "GivenPrompt", texts: Sequence[str]) -> None:
-    """Print a JSON object with a prompt and the text of its sample, or the texts of several."""
-    asked = {PROMPT if isinstance(prompt, str) else MESSAGES: prompt}
+def show_json(asked: dict[str, Any], texts: Sequence[str]) -> None:
+    """Print a line of the prompts with the text of its sample, or the texts of several."""
     of_samples = {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
     print(json.dumps(asked | of_samples, ensure_ascii=False), flush=True)

@@ -1,27 +1,33 @@
 """Conversations as prompts: their tokens, and those that end an answer."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from optimus_jax.data.chat_template import OTHER_TEMPLATE
 from optimus_jax.data.record_names import ASSISTANT, MESSAGES, ROLE, USER
-from optimus_jax.data.records import Conversation, Message, NotConversationError, messages_in
+from optimus_jax.data.records import Conversation, Message, NotConversationError, chat_in
 from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.errors import DataError, explain
 
-GivenPrompt = str | list[Message]
-"""A prompt: a text, or the messages of a conversation so far, oldest first, each a dict with `role`
-and `content`."""
+GivenPrompt = str | list[Message] | Mapping[str, Any]
+"""A prompt: a text; the messages of a conversation so far, oldest first, each a dict with `role`
+and `content`; or a dict with these `messages` and the `tools` that the assistant may call, as a
+line of training data has them."""
 
 
 def is_one_prompt(value: object) -> TypeGuard[GivenPrompt]:
     """Whether a value is one prompt, or meant as one: a text, a message, or some in a sequence."""
     if isinstance(value, str | Mapping):
         return True
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and isinstance(value[0], Mapping)
+        and MESSAGES not in value[0]
+    )
 
 
 def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
@@ -31,11 +37,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
     Raises DataError if it is no conversation, or the template cannot write it out.
     """
     try:
-        messages = (
-            [{ROLE: USER, "content": prompt}]
-            if isinstance(prompt, str)
-            else messages_in({MESSAGES: _as_list(prompt)}, MESSAGES)
-        )
+        chat = _conversation(prompt)
     except NotConversationError as error:
         raise DataError(
             explain(
@@ -45,7 +47,7 @@ def chat_ids(tokenizer: Tokenizer, prompt: GivenPrompt) -> np.ndarray:
             )
         ) from error
     try:
-        rendered = _writer(tokenizer).prompt(messages)
+        rendered = _writer(tokenizer).prompt(chat)
     except NotConversationError as error:
         raise DataError(
             explain("the chat template cannot write out the prompt", given=error, do=OTHER_TEMPLATE)
@@ -68,8 +70,15 @@ def ends_of_turns(tokenizer: Tokenizer, warn: Callable[[str], object]) -> tuple[
     return (int(chat.ids[chat.counts][-1]),) if rendered.stops else ()
 
 
-def _as_list(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+def _conversation(prompt: GivenPrompt) -> Conversation:
+    if isinstance(prompt, str):
+        return Conversation(messages=[{ROLE: USER, "content": prompt}])
+    record = dict(prompt) if isinstance(prompt, Mapping) else {MESSAGES: prompt}
+    if isinstance(record.get(MESSAGES), tuple):
+        record[MESSAGES] = [*record[MESSAGES]]
+    chat = chat_in(record, "messages", MESSAGES)
+    assert isinstance(chat, Conversation)
+    return chat
 
 
 def _writer(tokenizer: Tokenizer) -> ChatWriter:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -17,7 +17,7 @@ from optimus_jax.data.records import Message
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.cpu import use_cpu_devices
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, OptimusError, counted, explain
+from optimus_jax.errors import ConfigError, DataError, OptimusError, counted, explain
 from optimus_jax.inference.chats import GivenPrompt, is_one_prompt
 from optimus_jax.inference.loading import load_text_model
 from optimus_jax.inference.text_model import GenerationSettings, TextModel
@@ -54,6 +54,8 @@ class LoadedModel:
     """Step of the run's checkpoint; None: it is a published model."""
     warn: Callable[[str], object] = warnings.warn
     """Called with messages."""
+    token_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `data` that `load` was told of the tokenizer, by dotted name."""
 
     @property
     def config(self) -> ModelConfig:
@@ -116,7 +118,7 @@ class LoadedModel:
         return list(answers)
 
     @overload
-    def generate(self, prompt: str | list[Message], **settings: Any) -> str: ...
+    def generate(self, prompt: str | list[Message] | dict[str, Any], **settings: Any) -> str: ...
 
     @overload
     def generate(
@@ -129,7 +131,8 @@ class LoadedModel:
         """The text that follows a prompt, without it; of several prompts, that of each.
 
         A prompt is a text, or a conversation so far: a list of messages, each a dict with `role`
-        and `content`, which the model answers by the tokenizer's chat template.
+        and `content`, which the model answers by the tokenizer's chat template; with tools, a dict
+        with `messages` and `tools`.
 
         Args:
           prompt: a prompt, or a list of prompts.
@@ -140,6 +143,14 @@ class LoadedModel:
         Raises:
           OptimusError: as `stream` does, before anything is generated.
         """
+        if not isinstance(cast("object", prompt), RandomAccess):
+            raise DataError(
+                explain(
+                    "a prompt is a text, or a conversation so far",
+                    given=f"{prompt!r} ({type(prompt).__name__})",
+                    do='give a text, or messages such as [{"role": "user", "content": "Hello"}]',
+                )
+            )
         if is_one_prompt(prompt):
             return "".join(self.stream(prompt, **settings))
         warn, how = self._generation(settings)
@@ -253,7 +264,10 @@ class LoadedModel:
           OptimusError, FaultError: as `optimus_jax.evaluate`.
         """
         settings.setdefault("warn", self.warn)
-        return evaluate(self.source, step=self.step, **settings)
+        # What a run holds out is written out by its own template.
+        is_own = self.step is not None and settings.get("data") is None
+        told = {} if is_own else self.token_settings
+        return evaluate(self.source, step=self.step, **{**told, **settings})
 
     def export(self, to: UserPath, **settings: Any) -> ExportResult:
         """`optimus_jax.export` of this model.
@@ -312,12 +326,17 @@ def load(
     if cpu_devices is not None:
         use_cpu_devices(cpu_devices)
     axes = AxisSizes.parse(mesh_text(mesh)) if mesh else AxisSizes()
+    given = {"data.eos": eos, "data.chat_template": chat_template}
+    told = {name: value for name, value in given.items() if value is not None}
     if _has_labels(model, step):
         check_jax_settings()
-        settings = {"parallel.mesh": str(axes)} | _token_settings(model, eos, chat_template)
+        _check_tokens_used(model, eos, chat_template)
+        settings = {"parallel.mesh": str(axes)} | told
         config = label_model_config(model, settings, step=step)
         labels = open_label_model(config, say=warn, num_devices=axes.num_devices)
-        return LoadedModel(source=model, loaded=labels, step=labels.step, warn=warn)
+        return LoadedModel(
+            source=model, loaded=labels, step=labels.step, warn=warn, token_settings=told
+        )
     loaded = load_text_model(
         model,
         step,
@@ -326,12 +345,14 @@ def load(
         chat_template=chat_template,
         warn=warn,
     )
-    return LoadedModel(source=model, loaded=loaded, step=loaded.step, warn=warn)
+    return LoadedModel(
+        source=model, loaded=loaded, step=loaded.step, warn=warn, token_settings=told
+    )
 
 
-def _token_settings(model: UserPath, eos: str | None, chat_template: str | None) -> dict[str, Any]:
-    """What `load` is told of the tokenizer of a model with labels. Raises ConfigError if it would
-    have no effect.
+def _check_tokens_used(model: UserPath, eos: str | None, chat_template: str | None) -> None:
+    """Raise ConfigError if what `load` is told of the tokenizer of a model with labels would have
+    no effect.
     """
     unused = None
     if chat_template is not None:
@@ -342,7 +363,6 @@ def _token_settings(model: UserPath, eos: str | None, chat_template: str | None)
         raise ConfigError(
             explain("a setting of the tokenizer has no use", given=unused, do="leave it out")
         )
-    return {} if eos is None else {"data.eos": eos}
 
 
 def _as_records(

@@ -729,7 +729,9 @@ def test_a_chat_is_written_out_and_ends_with_the_turn(tmp_path):
         loaded.generate("what?", chat=True, **ask),
     ]
     assert loaded.generate(tuple(messages), **ask) == alone
-    wrong = ([{"content": "what?"}], "an object with a role"), (messages[1], "a list of")
+    assert loaded.generate({"messages": messages}, **ask) == alone
+    assert loaded.generate([{"messages": messages}], **ask) == [alone]
+    wrong = ([{"content": "what?"}], "an object with a role"), (messages[1], "no field 'messages'")
     for prompt, why in (*wrong, ([], "a list of")):
         with pytest.raises(DataError, match=f"(?s)no conversation.*{why}"):
             model.encode(prompt)
@@ -768,7 +770,7 @@ def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monke
     prompts.write_text('"the cat"\n\n{"prompt": "a mat", "id": 3}\n')
     greedy = ["--prompts", str(prompts), "--temperature", "0"]
     both = [json.loads(line) for line in printed(*greedy).splitlines()]
-    assert [each["prompt"] for each in both] == ["the cat", "a mat"]
+    assert [(each["prompt"], each.get("id")) for each in both] == [("the cat", None), ("a mat", 3)]
     for each in both:
         alone = printed("--prompt", each["prompt"], "--temperature", "0")
         assert alone == each["prompt"] + each["text"] + "\n"
@@ -777,6 +779,9 @@ def test_script_continues_each_prompt_of_a_file(trained, tmp_path, capsys, monke
         printed("--prompt", "the", "--batch-size", "2")
     for line in printed("--prompts", str(prompts), "--num-samples", "2").splitlines():
         assert len(json.loads(line)["texts"]) == 2
+    prompts.write_text("\n \n")
+    with pytest.raises(ConfigError, match=r"(?s)there is no prompt.*not blank"):
+        printed(*greedy)
     for wrong in ("the cat", '{"text": "the cat"}', "7"):
         prompts.write_text(f'"fine"\n{wrong}\n')
         with pytest.raises(ConfigError, match=r"(?s)line 2 holds no prompt.*--prompts"):
@@ -816,6 +821,18 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
     )
     assert answered["messages"] == messages
     assert "the" + answered["text"] + "\n" == output("--prompt", "the")
+    template.write_text("{{ messages[0].content }}{{ tools[0].name }}")
+    asked = {"messages": messages[:1], "tools": [{"name": "he"}]}
+    chats.write_text(json.dumps(asked))
+    assert json.loads(
+        output("--prompts", str(chats), "--chat", "--chat-template", str(template))
+    ) == asked | {"text": answered["text"]}
+    chats.write_text(json.dumps({"prompt": "t"} | {"tools": [{"name": "he"}]}))
+    again = json.loads(output("--prompts", str(chats), "--chat", "--chat-template", str(template)))
+    assert (again["prompt"], again["text"]) == ("t", answered["text"])
+    chats.write_text(json.dumps(asked | {"tools": "a search"}))
+    with pytest.raises(DataError, match=r"(?s)no conversation.*'tools' is a text that is not JSON"):
+        output("--prompts", str(chats), "--chat", "--chat-template", str(template))
     with pytest.raises(ConfigError, match="leave --eos out"):
         output("--eos", "x")
 

@@ -21,7 +21,7 @@ from optimus_jax.config.presets import model_preset
 from optimus_jax.data import unlabelled
 from optimus_jax.data.images import StoredImage, decoded, patches_of
 from optimus_jax.errors import ConfigError, DataError, OptimusError
-from optimus_jax.inference.loaded_model import _token_settings
+from optimus_jax.inference.loaded_model import _check_tokens_used
 from optimus_jax.inference.model_on_mesh import ModelOnMesh
 from optimus_jax.mesh.collectives import Collectives
 from optimus_jax.models.block import ForwardContext
@@ -261,7 +261,7 @@ def test_images_have_the_labels_of_the_model_on_every_mesh(images, tmp_path):
     assert_alike(published.predict(folder, top=3), loaded(run, "").predict(folder, top=3))
     with pytest.raises(DataError, match="images are read from files"):
         loaded(run, "").predict([{"image": b""}])
-    assert _token_settings(tmp_path / "exported", "<end>", None) == {"data.eos": "<end>"}
+    _check_tokens_used(tmp_path / "exported", "<end>", None)
 
 
 def test_answers_come_before_the_last_image_is_read(images, tmp_path):
