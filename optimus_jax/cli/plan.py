@@ -45,7 +45,6 @@ def parser() -> Parser:
             "cluster": "hardware topology",
             "tokens": "num_tokens train_tokens total_tokens",
             "price": "price_per_hour cost_per_hour",
-            "measure": "profile",
         },
     )
     flags.add_argument("--model", metavar="NAME", required=True, help=MODEL_HELP)
@@ -325,14 +324,19 @@ def training_costs(given: dict) -> "Callable[[PlanSearch], TrainingCost | None]"
 
     Raises ConfigError if a number of tokens or a price cannot be read.
     """
+    from optimus_jax.planning.profiles.cluster import Cluster
     from optimus_jax.planning.training_cost import (
         TrainingCost,
+        check_planned_for,
         parse_prices,
         parse_tokens,
         price_of,
     )
 
     prices = parse_prices(given.get("price", ()))
+    planned = given.get("compare") or [given["cluster"]]
+    if THIS_MACHINE not in planned:
+        check_planned_for(prices, map(Cluster.parse, planned))
     num_tokens = parse_tokens(given["tokens"]) if "tokens" in given else None
 
     def of(found: "PlanSearch") -> TrainingCost | None:

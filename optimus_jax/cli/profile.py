@@ -51,10 +51,15 @@ def main() -> None:
     from optimus_jax.planning.search.explain import mib, seconds
     from optimus_jax.run.display import PlainDisplay
     from optimus_jax.run.step_profiler import read_profile
+    from optimus_jax.run.stored_run import config_of_run
+    from optimus_jax.run_directory.directory import RunDirectory
 
     with flags.own_words():
         check_names_run(given["run_dir"], what="RUN_DIR")
-        folder, profile = read_profile(local_path(given["run_dir"], what="RUN_DIR"), given["step"])
+        run_dir = local_path(given["run_dir"], what="RUN_DIR")
+        run = RunDirectory(run_dir, writer=False)
+        config_of_run(run, given["run_dir"], purpose="with a profile")
+        folder, profile = read_profile(run_dir, given["step"])
     if given["json"]:
         print(profile.to_json())
         return

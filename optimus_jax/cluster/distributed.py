@@ -3,11 +3,14 @@ agreement on a value, errors on all processes."""
 
 import contextlib
 import hashlib
+import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -242,10 +245,42 @@ def is_runtime_error(error: BaseException) -> bool:
     )
 
 
+_alone: ContextVar[str | None] = ContextVar("_alone", default=None)
+"""Who is called in this process alone; None: nobody, and all processes do the same."""
+
+
+@contextlib.contextmanager
+def called_alone(name: str) -> Iterator[None]:
+    """What is called meanwhile is called in this process alone: what all processes have to do
+    together is refused, where it would wait for ever.
+
+    Args:
+      name: who is called, for the error.
+    """
+    before = _alone.set(name)
+    try:
+        yield
+    finally:
+        _alone.reset(before)
+
+
+def _check_together() -> None:
+    """Raise ConfigError if this process alone calls what all have to call."""
+    if (name := _alone.get()) is not None:
+        raise ConfigError(
+            explain(
+                "this takes all processes of the run, and one alone has called it",
+                given=f"{name}, in process {jax.process_index()} of {jax.process_count()}",
+                do="do it in a program of its own, such as generate.py --run RUN --step N",
+            )
+        )
+
+
 def broadcast_from_0(text: str) -> str:
     """The text of process 0; every process must call it."""
     if jax.process_count() == 1:
         return text
+    _check_together()
     own = np.frombuffer(text.encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.array(len(own), np.int32)))
     if length == 0:
@@ -253,10 +288,26 @@ def broadcast_from_0(text: str) -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(own, length)))).decode()
 
 
+def gather_json_from_all(value: Any) -> list[Any]:
+    """The JSON values of all processes, by process id; every process must call it."""
+    if jax.process_count() == 1:
+        return json.loads(json.dumps([value]))
+    _check_together()
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(text.size, np.int32)).reshape(-1)
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: text.size] = text
+    return [
+        json.loads(row[:length].tobytes())
+        for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True)
+    ]
+
+
 def gather_from_all(number: int) -> list[int]:
     """Each process's number, in the order of process ids; every process must call it."""
     if jax.process_count() == 1:
         return [number]
+    _check_together()
     return np.asarray(multihost_utils.process_allgather(np.array(number, np.int32))).tolist()
 
 
@@ -273,6 +324,7 @@ def assert_same_everywhere(facts: Mapping[str, str], *, is_transient: bool = Fal
     """
     if jax.process_count() == 1:
         return
+    _check_together()
     own = np.array(
         [list(hashlib.sha256(value.encode()).digest()[:8]) for value in facts.values()], np.uint8
     )

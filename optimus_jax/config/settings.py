@@ -81,6 +81,7 @@ def value_of(value: Any, name: str) -> Any:
     return value
 
 
+@functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field names of a dataclass with their types."""
     hints = typing.get_type_hints(cls)
@@ -179,17 +180,12 @@ def _split(text: str, separator: str) -> list[str]:
     return [item for item in text.split(separator) if item]
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return field_types(cls)
-
-
 def with_right_types(value: D) -> D:
     """The dataclass itself, after checking the types of its fields, which came from JSON.
 
     Raises TypeError that names the first field of the wrong type.
     """
-    for name, kind in _hints(type(value)).items():
+    for name, kind in field_types(type(value)).items():
         if not _is_a(kind, given := getattr(value, name)):
             raise TypeError(f"{name}={shown(given, quoted=True)}")
         if dataclasses.is_dataclass(given) and not isinstance(given, type):
@@ -266,6 +262,9 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
             )
         )
     if origin is tuple and isinstance(value, str | tuple | list):
+        choices = typing.get_args(options[0]) if typing.get_origin(options[0]) is Literal else ()
+        if value == "none" and choices and "none" not in choices:
+            return ()
         items = _split(value, ",") if isinstance(value, str) else value
         return tuple(_convert(options[0], item, name) for item in items)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
@@ -304,7 +303,7 @@ def check_finite(value: Any, path: str = "") -> None:
     """Raise ConfigError if a number anywhere in a dataclass is NaN or infinite.
 
     A dataclass can be built without `build`, and NaN passes every range check."""
-    for name in _hints(type(value)):
+    for name in field_types(type(value)):
         item = getattr(value, name)
         if isinstance(item, float) and not math.isfinite(item):
             raise _not_finite(path + name, item)

@@ -1,6 +1,8 @@
 """Isolates errors of displays and trackers, so that they cannot end a run."""
 
+import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar, cast
 
 from optimus_jax.faults.stopping import ImmediateStop
@@ -10,7 +12,11 @@ T = TypeVar("T")
 
 
 def isolate_errors(
-    target: T, name: str, *, leaves: Callable[[SystemExit | KeyboardInterrupt], None] | None = None
+    target: T,
+    name: str,
+    *,
+    leaves: Callable[[SystemExit | KeyboardInterrupt], None] | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> T:
     """A proxy of `target` whose methods never raise an Exception: a method that fails is reported
     on standard error once, and not called again.
@@ -21,15 +27,17 @@ def isolate_errors(
       name: name of the object, for messages.
       leaves: is called when a method calls sys.exit or raises KeyboardInterrupt, in place of ending
         the program there; None: it does end there. A second Ctrl-C always does.
+      around: makes a context for each call.
     """
-    return cast(T, _ErrorIsolation(target, name, leaves))
+    return cast(T, _ErrorIsolation(target, name, leaves, around))
 
 
-def report_disabled(name: str, what: str, error: Exception) -> None:
-    """Say on standard error that something has failed, and that the run goes on without it."""
+def report_failed(name: str, what: str, error: Exception, then: str) -> None:
+    """Say on standard error, with the traceback, that a call has failed, and what follows."""
+    told = "".join(traceback.format_exception(error))
     flush_with_timeout(
-        f"\n{name} has failed ({what}: {type(error).__name__}: {error}); it is disabled; the run"
-        " continues\n"
+        f"\n{name} has failed ({what}: {type(error).__name__}: {error}); {then}; the run"
+        f" continues\n{told}"
     )
 
 
@@ -39,8 +47,9 @@ class _ErrorIsolation:
         target: Any,
         name: str,
         leaves: Callable[[SystemExit | KeyboardInterrupt], None] | None,
+        around: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._target, self._name, self._leaves = target, name, leaves
+        self._target, self._name, self._leaves, self._around = target, name, leaves, around
         self._disabled: set[str] = set()
 
     def __getattr__(self, attribute: str) -> Any:
@@ -52,10 +61,12 @@ class _ErrorIsolation:
             if attribute in self._disabled:
                 return None
             try:
-                return call(*arguments, **named)
+                with self._around():
+                    return call(*arguments, **named)
             except Exception as error:
                 self._disabled.add(attribute)
-                report_disabled(self._name, attribute, error)
+                then = f"{attribute} is not called again"
+                report_failed(self._name, attribute, error, then)
                 return None
             except (SystemExit, KeyboardInterrupt) as error:
                 if self._leaves is None or isinstance(error, ImmediateStop):

@@ -140,7 +140,7 @@ def parse_prices(texts: Iterable[str]) -> Mapping[str, float]:
         except ValueError:
             price = math.nan
         if name:
-            accelerator_named(name)
+            name = accelerator_named(name).name
         if not 0 <= price < math.inf or name in found:
             raise ConfigError(
                 explain(
@@ -151,6 +151,21 @@ def parse_prices(texts: Iterable[str]) -> Mapping[str, float]:
             )
         found[name] = price
     return found
+
+
+def check_planned_for(prices: Mapping[str, float], clusters: Iterable[Cluster]) -> None:
+    """Raise ConfigError if a price is of a kind of device that none of the clusters has."""
+    planned = dict.fromkeys(cluster.accelerator.name for cluster in clusters)
+    unused = [name for name in prices if name and name not in planned]
+    if unused:
+        raise ConfigError(
+            explain(
+                "a price is of devices that are not planned for",
+                given=f"--price {unused[0]}={prices[unused[0]]:g}, planned for"
+                f" {', '.join(planned)}",
+                do=f"name one of these, such as {next(iter(planned))}=2.50",
+            )
+        )
 
 
 def price_of(prices: Mapping[str, float], cluster: Cluster) -> float | None:

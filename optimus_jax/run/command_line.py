@@ -37,7 +37,8 @@ from optimus_jax.system.resilient_io import (
 LIST = "list"
 """Value of --set that asks for all settings, and of the flags in NAMED for their names."""
 SETTINGS = "--settings"
-"""Means `--set list`; with a section, such as `--settings optimizer`, those of that."""
+"""Means `--set list`; with a section, such as `--settings optimizer`, those of that, or one
+setting."""
 PIPED_WIDTH = 160
 """Width of a table, in columns, if the output is not a terminal."""
 
@@ -170,6 +171,9 @@ class Parser(argparse.ArgumentParser):
                 result.append(given)
                 continue
             if name == SETTINGS and SET in self.flags():
+                if (asked := value or following) and not settings_in(asked):
+                    print(setting_text(_setting_named(asked)))
+                    raise SystemExit(0)
                 result += [SET, value or following or LIST]
                 index += not equals and following is not None
                 continue
@@ -315,6 +319,24 @@ def settings_in(text: str) -> list[SettingText]:
         for each in described_settings()
         if text == LIST or each.name.startswith(f"{text.rstrip('.')}.")
     ]
+
+
+def _setting_named(text: str) -> SettingText:
+    """The setting of a name. Raises ConfigError, with the nearest name, if there is none."""
+    name = SHORT_NAMES.get(text, text)
+    for each in described_settings():
+        if each.name == name:
+            return each
+    sections = dict.fromkeys(name.partition(".")[0] for name in known_settings() if "." in name)
+    raise ConfigError(
+        explain(
+            "there is no such section of settings, nor such a setting",
+            given=f"{SETTINGS} {text}",
+            do=nearest(text, [*sections, *known_settings()])
+            if closest(text, [*sections, *known_settings()])
+            else f"choose one of: {', '.join(sections)}",
+        )
+    )
 
 
 def setting_text(setting: SettingText) -> str:

@@ -1,6 +1,7 @@
 """What `train` is given as objects and not by name: records, an optimizer, and a task."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from optimus_jax.errors import ConfigError, explain
 from optimus_jax.system.paths import UserPath
 from optimus_jax.training.own_optimizer import (
     SETTINGS,
+    UNUSED,
     check_elementwise,
     check_transformation,
     use_own_optimizer,
@@ -25,6 +27,12 @@ GivenData = UserPath | Sequence[UserPath] | RandomAccess | Iterable[Any]
 """Paths, or records or token ids by number; or an iterator of these with a state
 (data/iterated.py)."""
 NAME, TASK, HELD_OUT = "optimizer.name", "task", "evaluation.data"
+DATA_WORDS = frozenset({"train_dataset", "train_data", "dataset"})
+"""Names that other trainers have for `data`, where it is an object."""
+
+
+_under_way: dict[int, "PythonObjects"] = {}
+"""Those of the runs of this program that have not ended, by `id`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +48,36 @@ class PythonObjects:
     task: Task | None
     """Its task; None: it is one of TASKS."""
 
+    @property
+    def has_own(self) -> bool:
+        """Whether a setting stands for one of these objects: a name that each program has once."""
+        return self.optimizer is not None or self.task is not None
+
     def install(self) -> None:
-        """Let settings find the optimizer and the task by their names."""
+        """Let settings find the optimizer and the task by their names.
+
+        Raises ConfigError if a run is under way in this program, and it or this one has its own.
+        """
+        if _under_way and (self.has_own or any(each.has_own for each in _under_way.values())):
+            raise ConfigError(
+                explain(
+                    "two runs at a time, of which one has a task or an optimizer that is given in"
+                    " Python",
+                    given=f"{len(_under_way)} under way in this program, and another one",
+                    do="end the other run first, or start this one in a process of its own",
+                )
+            )
         use_own_optimizer(self.optimizer)
         use_own_task(self.task)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The run that has them is under way meanwhile."""
+        _under_way[id(self)] = self
+        try:
+            yield
+        finally:
+            del _under_way[id(self)]
 
     def check(self) -> None:
         """Raise ConfigError if the optimizer cannot be used in every layout. Uses the devices."""
@@ -67,6 +101,9 @@ def with_objects(
       OptimusError: an object cannot be used, or a setting has no use beside it.
     """
     given = dict(overrides)
+    for name in DATA_WORDS & given.keys():
+        if data is None and not is_paths(given[name]):
+            data = given.pop(name)
     for name in [each for each in given if alias_of(each) == HELD_OUT]:
         if eval_data is None and not is_paths(given[name]):
             eval_data = given.pop(name)
@@ -99,10 +136,11 @@ def with_objects(
         return settings, PythonObjects(
             records=records, held_out=held_out, optimizer=None, task=own_task
         )
-    if twice := sorted(SETTINGS.keys() & settings):
+    if twice := sorted((SETTINGS.keys() | UNUSED) & settings.keys()):
         raise ConfigError(
             explain(
-                "an optimizer that is given in Python has its own learning rate and weight decay",
+                "an optimizer that is given in Python has its own learning rate, moments and"
+                " weight decay",
                 given=", ".join(f"{name}={settings[name]}" for name in twice),
                 do="leave these settings out, or name an optimizer",
             )

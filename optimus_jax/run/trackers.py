@@ -201,11 +201,13 @@ def check_trackers(config: LogConfig) -> None:
     for name in config.trackers:
         kind = TRACKERS[name]
         if importlib.util.find_spec(kind.package) is None:
+            others = ",".join(each for each in config.trackers if each != name)
             raise ConfigError(
                 explain(
                     f"the tracker {name} needs a package that is not installed",
                     given=f"log.trackers={','.join(config.trackers)}",
-                    do=f"pip install 'optimus-jax[{kind.extra}]', or leave {name} out",
+                    do=f"pip install 'optimus-jax[{kind.extra}]', or go on without: --log"
+                    f" {others or 'none'}",
                 )
             )
 

@@ -139,6 +139,15 @@ def run_whole(
     begun_with = None if model is None else checked_model(model)
     overrides, objects = with_objects(overrides, data, optimizer, task, eval_data)
     objects.install()
+    if resume not in (True, False, "auto"):
+        raise ConfigError(
+            explain(
+                "a run is resumed or not",
+                given=f"resume={resume!r}",
+                do='give True, False or "auto"; run_dir names the run, and'
+                " checkpoint.resume_step one of its checkpoints",
+            )
+        )
     is_auto = resume == "auto"
     stored, run_dir = locate(run_dir, config, overrides)
     resume = bool(resume) and (
@@ -163,7 +172,7 @@ def run_whole(
     if has_own_loop:
         _check_own_loop(config)
     launch = find_launch(config.distributed, on_cpu=config.cpu_devices is not None)
-    with named(launch):
+    with named(launch), objects.under_way():
         return (
             yield from _train(
                 config,

@@ -6,13 +6,16 @@ writes it down and then tells its listeners: the display, and callbacks.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from optimus_jax.cluster.distributed import called_alone
 from optimus_jax.config import Config
-from optimus_jax.errors import ConfigError, explain
-from optimus_jax.faults.error_isolation import isolate_errors, report_disabled
+from optimus_jax.errors import ConfigError, explain, nearest
+from optimus_jax.faults.error_isolation import isolate_errors, report_failed
 from optimus_jax.plan import Plan
 from optimus_jax.run_directory.listeners import RunListener
 from optimus_jax.run_directory.step_record import EvalRecord, StepRecord
@@ -48,9 +51,11 @@ class Callback:
 
     The methods are called by the training thread, between steps, so what takes long delays the
     next one. A method that raises an exception is reported once and not called again; the run
-    goes on. `sys.exit` in one ends the run as `RunInfo.stop` does, and after that the program of
-    that process, with its exit code. They are called in process 0 alone, unless `in_every_process`
-    is set.
+    goes on. After an `on_start` that does, none is. `sys.exit` in one ends the run as
+    `RunInfo.stop` does, and after that the program of that process, with its exit code.
+
+    They are called in process 0 alone, unless `in_every_process` is set. What takes all processes,
+    such as loading a checkpoint of a run of several, cannot be done in one.
     """
 
     in_every_process: ClassVar[bool] = False
@@ -86,16 +91,35 @@ class Callback:
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Raise ConfigError unless they are a list or tuple of callbacks."""
-    if isinstance(callbacks, list | tuple) and all(isinstance(c, Callback) for c in callbacks):
-        return
-    raise ConfigError(
-        explain(
-            "callbacks are objects of subclasses of optimus_jax.Callback, in a list",
-            given=repr(callbacks),
-            do="give callbacks=[MyCallback()]",
+    """Raise ConfigError unless they are a list or tuple of callbacks, whose methods named on_...
+    will be called.
+    """
+    if not isinstance(callbacks, list | tuple) or not all(
+        isinstance(each, Callback) for each in callbacks
+    ):
+        raise ConfigError(
+            explain(
+                "callbacks are objects of subclasses of optimus_jax.Callback, in a list",
+                given=repr(callbacks),
+                do="give callbacks=[MyCallback()]",
+            )
         )
-    )
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for each in callbacks:
+        kind = type(each)
+        own = [
+            name
+            for name in dir(kind)
+            if name.startswith("on_") and name not in known and callable(getattr(kind, name, None))
+        ]
+        if own:
+            raise ConfigError(
+                explain(
+                    f"{type(each).__name__} has a method that no run calls",
+                    given=own[0],
+                    do=f"give it a name that does not begin with on_; {nearest(own[0], known)}",
+                )
+            )
 
 
 class CallbackListener:
@@ -165,11 +189,13 @@ class Callbacks:
         self._run, self._last_step = run, run.first_step - 1
         for each in self._given:
             name = type(each).__name__
-            told = isolate_errors(each, name, leaves=self._leave)
+            around = nullcontext if each.in_every_process else partial(called_alone, name)
+            told = isolate_errors(each, name, leaves=self._leave, around=around)
             try:
-                each.on_start(run)
+                with around():
+                    each.on_start(run)
             except Exception as error:
-                report_disabled(name, "on_start", error)
+                report_failed(name, "on_start", error, "it is told nothing more")
                 continue
             except SystemExit as error:
                 self._leave(error)

@@ -14,6 +14,7 @@ import numpy as np
 
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
+from optimus_jax.config.axes import AxisSizes
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.errors import ConfigError, FaultError, PlanError, explain
 from optimus_jax.faults.stopping import exit_code_after
@@ -202,7 +203,7 @@ class TrainingLoop:
         trainer.progress.begin("caller")
         return metrics
 
-    def remesh(self, mesh: str, **settings: Any) -> Plan:
+    def remesh(self, mesh: str | AxisSizes | Mapping[str, int], **settings: Any) -> Plan:
         """Go on under another layout: the state moves from device to device and is verified, and
         no step is lost. The new plan is compiled first, and training waits for it; a plan that the
         run was under before is kept compiled (`controller.executables`).
@@ -210,7 +211,8 @@ class TrainingLoop:
         Every process calls it after the same step.
 
         Args:
-          mesh: sizes of the axes, such as "fsdp=4,tensor=2"; auto: the planner chooses.
+          mesh: sizes of the axes, such as "fsdp=4,tensor=2", also as a dict or AxisSizes; auto:
+            the planner chooses.
           settings: others of `parallel`, such as zero=1 or microbatches=4. Those of the layout that
             are not given are as at a start with this mesh.
         Returns:
@@ -263,12 +265,17 @@ class TrainingLoop:
         """
         self._check_open()
         if self._trainer.held_out is None:
+            every, share = self.config.eval_every, self.config.data.eval_fraction
+            is_asked = every and share
             raise ConfigError(
                 explain(
                     "the run holds nothing out",
-                    given=f"eval_every={self.config.eval_every},"
-                    f" data.eval_fraction={self.config.data.eval_fraction}",
-                    do="give both a value above 0, or leave them out",
+                    given="data of which nothing can be held out, such as an iterator"
+                    if is_asked
+                    else f"eval_every={every}, data.eval_fraction={share}",
+                    do="give eval_data"
+                    if is_asked
+                    else "give both a value above 0, or leave them out",
                 )
             )
         self._read()

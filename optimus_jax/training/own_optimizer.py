@@ -24,6 +24,11 @@ SETTINGS: dict[str, Any] = {
     "optimizer.weight_decay": 0.0,
 }
 """Of a run with such an optimizer: what it gives is added to the parameters as it is."""
+UNUSED = frozenset(
+    f"optimizer.{name}"
+    for name in ("decay_steps", "min_lr_ratio", "decay_fraction", "beta1", "beta2", "epsilon")
+)
+"""Settings that have no effect on such a run."""
 _SIZE = 256
 """Rows and columns of the matrix that it is tried on: optax factors second moments from 128 on."""
 _RELATIVE = 1e-5

@@ -27,6 +27,7 @@ from optimus_jax.checkpoint.saving import Retries, Saving
 from optimus_jax.checkpoint.snapshots import Snapshots
 from optimus_jax.cluster.distributed import Agreement
 from optimus_jax.config import Config
+from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.data.loader import BatchLoader
 from optimus_jax.errors import OptimusError, RunDirectoryError, explain
 from optimus_jax.faults.divergence import (
@@ -435,10 +436,12 @@ class Trainer:
     def _warn_loss_rise(self, step: int) -> None:
         since, best, steps = self.learning.above_since, self.learning.best, self.checkpoints.steps()
         what = f"the loss has been far above its lowest since step {since}"
+        is_own = self._config.optimizer.name == IN_PYTHON
+        rate = "learning rate of its optimizer" if is_own else "--lr"
         self._say(
             f"step {step}: {what} (lowest median of {WINDOW_STEPS} steps {best:.4f}, now"
             f" {statistics.median(self.learning.recent):.4f}): the run may be diverging. It goes"
-            f" on; to undo that, {rollback_advice(self.learning, steps)}, with a lower --lr"
+            f" on; to undo that, {rollback_advice(self.learning, steps)}, with a lower {rate}"
         )
         self.run.log_event(
             "fault",
@@ -490,14 +493,13 @@ class Trainer:
                 "eval", step, loss=None, perplexity=None, bits_per_byte=None, tokens=0
             )
             return None
-        loss = found.loss / found.tokens
+        loss = found.mean_loss
         record = EvalRecord(
             step=step,
             loss=loss,
             perplexity=perplexity_of(loss) if task_of(self._config).has_perplexity else None,
             bits_per_byte=loss / math.log(2) if self.bits_per_token else None,
-            metrics={name: total / found.tokens for name, total in found.metrics.items()}
-            | found.rates,
+            metrics=found.mean_metrics,
         )
         self.run.log_event(
             "eval",

@@ -4,7 +4,8 @@ each group on standard input.
 They are forked from this process, which has imported everything and has initialised nothing, so
 that eight processes do not cost eight times the imports. A line gives `processes`, `devices` (of
 each), `hosts` (of each process, invented) and `tasks`, which run one after the other: the arguments
-of `optimus_jax.train`. The answer is a line of JSON: for each process, its result of each task, or
+of `optimus_jax.train`, or those of `training_loop` and `moves`, the meshes that the loop moves to
+by the steps done. The answer is a line of JSON: for each process, its result of each task, or
 its error.
 """
 
@@ -28,6 +29,7 @@ from optimus_jax.planning.ahead_of_time.compile_report import Allocated
 from optimus_jax.planning.ahead_of_time.compiled_step import CompiledStep
 from optimus_jax.reshard.checksum import named_leaves
 from optimus_jax.run import inputs
+from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.training.trainer import Trainer
 
 save = Trainer.save
@@ -99,16 +101,29 @@ def do(task, group, number, address):
     Trainer.save = save if task.pop("saves", False) else lambda *_: None
     if task.get("resume"):
         compiled_step.compile_step = uncompiled  # no step is left to run
-    result = optimus_jax.train(**task, **distributed_settings, cpu_devices=group["devices"])
-    events = [
-        json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()
-    ]
-    return {
-        "losses": [record.loss for record in result.history],
-        "events": events,
+    task |= distributed_settings | {"cpu_devices": group["devices"]}
+    if moves := task.pop("moves", None):
+        return recorded(moving(task, moves))
+    result = optimus_jax.train(**task)
+    return recorded(result.run_dir) | {
         "rows": rows[-1].tolist(),
         "state": {name: whole(leaf) for name, leaf in named_leaves(result.state).items()},
     }
+
+
+def recorded(run_dir):
+    run = RunDirectory(run_dir)
+    return {"losses": [record.loss for record in run.metrics()], "events": run.events()}
+
+
+def moving(task, meshes):
+    """The directory of a run whose loop moves to other meshes."""
+    with optimus_jax.training_loop(**task) as loop:
+        for batch in loop:
+            loop.step(batch)
+            if mesh := meshes.get(str(loop.steps_done)):
+                loop.remesh(mesh)
+    return loop.run_dir
 
 
 def whole(leaf):

@@ -11,6 +11,9 @@ from optimus_jax.cluster.distributed import (
     Agreement,
     all_or_none,
     assert_same_everywhere,
+    broadcast_from_0,
+    called_alone,
+    gather_from_all,
     is_peer_failure,
 )
 from optimus_jax.errors import ConfigError, DataError, FaultError, OptimusError
@@ -84,6 +87,15 @@ def test_an_error_of_one_process_is_raised_by_all(
     assert getattr(caught, "raised_by_all_processes", None) == raised_by_all_processes
     if own_error is None and other_error is not None:
         assert "given: process 1 of 2" in str(caught)
+
+
+def test_one_process_alone_does_not_wait_for_the_others(monkeypatch):
+    with called_alone("Samples"):
+        assert gather_from_all(1) == [1], "there is one process"
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        for together in (lambda: gather_from_all(1), lambda: broadcast_from_0("a")):
+            with pytest.raises(ConfigError, match=r"(?s)all processes.*Samples, in process 0"):
+                together()
 
 
 def test_the_largest_of_each_number_is_agreed_on():

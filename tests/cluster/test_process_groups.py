@@ -81,7 +81,7 @@ def groups(tmp_path_factory):
     def run_dir(mesh, processes):
         return str(there / f"{mesh}-{processes}")
 
-    def train(processes, devices, meshes, hosts=None):
+    def train(processes, devices, meshes, hosts=None, **more):
         tasks = [
             TINY
             | {
@@ -89,6 +89,7 @@ def groups(tmp_path_factory):
                 "data": str(there / "text.txt"),
                 "run_dir": run_dir(mesh, processes),
                 "saves": mesh == SAVED,
+                **more,
             }
             for mesh in meshes
         ]
@@ -151,6 +152,19 @@ def test_four_processes_match_the_losses_of_one(four, one_process_losses, mesh):
     """
     assert four[mesh][0]["losses"] == pytest.approx(one_process_losses, rel=F32_RELATIVE)
     assert crosses(four[mesh]) == FOUR[mesh]
+
+
+# Takes half a minute: two processes compile three programs and the moves between them.
+def test_two_processes_move_their_loop_together(groups, one_process_losses):
+    moves = {"1": "tensor=4", "2": "pipe=2,fsdp=2"}
+    answers = groups[0](2, 2, ["fsdp=4"], hosts=["a", "b"], moves=moves)["fsdp=4"]
+    assert answers[0]["losses"] == pytest.approx(one_process_losses, rel=F32_RELATIVE)
+    found = {
+        str(event["step"]): event["layout"].split(", ")[0].removeprefix("mesh ")
+        for event in answers[0]["events"]
+        if event["event"] == "remesh"
+    }
+    assert found == moves
 
 
 def test_each_process_loads_only_its_rows(two, four):

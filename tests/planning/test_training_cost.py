@@ -128,6 +128,7 @@ def test_the_command_prints_a_comparison_and_what_training_takes():
     ("flags", "text"),
     [
         (["--cluster", "h100:8", "--price", "2"], "needs a number of tokens"),
+        (["--cluster", "a100:8", "--tokens", "1T", "--price", "h100=2"], "not planned for"),
         (["--cluster", "h100:8", "--compare", "a100:8"], "--compare with --cluster"),
         (["--compare", "a100:8", "--explain", "1"], "--compare with --explain"),
         (["--compare", "a100:8", "--top", "3"], "--compare with --top"),

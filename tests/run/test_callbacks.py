@@ -109,8 +109,17 @@ def test_a_callback_is_told_what_the_run_records(text, tmp_path, capfd):
     assert told.run.config.model.embed_dim == 32
     shown = capfd.readouterr().err
     assert shown.count("Broken has failed (on_step: RuntimeError: no more disk)") == 1
+    assert "on_step is not called again; the run continues\nTraceback" in shown
     assert shown.count("NeverStarts has failed") == 1
     assert "NeverStarts has failed (on_start: OSError: no server)" in shown
+
+
+def test_a_callback_whose_method_nothing_would_call_is_refused(tmp_path):
+    class Misspelt(Callback):
+        def on_step_end(self, record): ...
+
+    with pytest.raises(ConfigError, match=r"(?s)on_step_end.*did you mean 'on_step'"):
+        train("stdlib", tmp_path / "run", callbacks=[Misspelt()])
 
 
 def test_a_callback_can_stop_a_run_which_is_saved_and_goes_on(text, tmp_path):
@@ -330,8 +339,9 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(text, tmp_path, monkeypa
 def test_a_tracker_without_its_package_names_what_to_install(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     for name in trackers.TRACKERS:
-        with pytest.raises(ConfigError, match=rf"optimus-jax\[{name}\]"):
+        with pytest.raises(ConfigError, match=rf"optimus-jax\[{name}\].*: --log none$"):
             check_trackers(LogConfig(trackers=(name,)))
+    assert Config().with_values({"log.trackers": "none"}).log.trackers == ()
 
 
 def test_a_config_of_an_earlier_version_names_its_tracker(tmp_path):

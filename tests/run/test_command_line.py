@@ -610,6 +610,11 @@ def test_set_shows_all_settings_or_those_of_a_section(capsys):
         assert shown(section) == [name for name in everything if name.startswith(start)]
     assert shown(flag="--settings") == everything
     assert shown("optimizer", flag="--settings") == shown("optimizer")
+    for one in ("lr", "optimizer.lr"):
+        assert shown(one, flag="--settings") == ["optimizer.lr"]
+    for wrong, said in (("optimizr", "'optimizer'"), ("xyz", "choose one of: model, ")):
+        with pytest.raises(ConfigError, match=rf"(?s)no such section.*{said}"):
+            PARSERS["train"]().read(["--settings", wrong])
 
 
 def test_every_setting_is_described():

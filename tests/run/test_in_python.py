@@ -166,6 +166,25 @@ def test_a_task_is_given_as_an_object_and_needed_again(tmp_path):
         optimus_jax.train("gpt2-nano", task="clasification", run_dir=tmp_path / "no", **OPTIONS)
 
 
+def test_a_run_with_objects_is_alone_in_its_program(tmp_path):
+    named, own = {"steps": 2, **OPTIONS}, {"optimizer": optax.sgd(0.1)}
+    with optimus_jax.training_loop(
+        "gpt2-nano", train_dataset=RECORDS, run_dir=tmp_path / "outer", **own, **named
+    ) as loop:
+        for number, batch in enumerate(loop):
+            loop.step(batch)
+            with pytest.raises(ConfigError, match=r"(?s)two runs at a time.*end the other"):
+                optimus_jax.train("gpt2-nano", run_dir=tmp_path / f"inner-{number}", **named)
+    assert loop.reason == "done"
+    with optimus_jax.training_loop(
+        "gpt2-nano", data=RECORDS, run_dir=tmp_path / "other", **named
+    ) as loop:
+        for batch in loop:
+            loop.step(batch)
+            with pytest.raises(ConfigError, match="two runs at a time"):
+                optimus_jax.train("gpt2-nano", data=RECORDS, **own, **named)
+
+
 def test_a_model_is_given_by_its_sizes(tmp_path):
     small = optimus_jax.ModelConfig(
         family="llama",
@@ -238,6 +257,12 @@ def test_what_is_no_transformation_of_gradients_is_refused(tmp_path):
         optimus_jax.train("gpt2-nano", optimizer=lambda gradient: gradient, **run)
     with pytest.raises(ConfigError, match=r"(?s)its own learning rate.*optimizer.lr=0.1"):
         optimus_jax.train("gpt2-nano", optimizer=optax.sgd(0.1), lr=0.1, **run)
+    unused = {"optimizer.beta2": 0.99, "optimizer.min_lr_ratio": 0.0}
+    with pytest.raises(ConfigError, match=r"(?s)its own.*beta2=0.99, optimizer.min_lr_ratio=0.0"):
+        optimus_jax.train("gpt2-nano", optimizer=optax.sgd(0.1), **run | unused)
     with pytest.raises(ConfigError, match=r"optimizer\.name is given two values"):
         optimus_jax.train("gpt2-nano", optimizer="adamw", **run | {"optimizer.name": "sgd"})
+    for wrong in ("no", "runs/other/checkpoints/100", None):
+        with pytest.raises(ConfigError, match=r"(?s)resumed or not.*checkpoint\.resume_step"):
+            optimus_jax.train("gpt2-nano", resume=wrong, **run)
     assert not (tmp_path / "run").exists()

@@ -84,6 +84,7 @@ def test_a_run_says_where_the_time_of_its_steps_went(text, tmp_path, capsys):
     plain = train(text, tmp_path / "plain", steps=4, progress="none")
     assert [record.loss for record in plain.history] == losses, "a trace changes nothing"
     assert "has no profile" in run_in_process("profile", tmp_path / "plain").stderr
+    assert "there is no run with a profile" in run_in_process("profile", tmp_path / "no").stderr
 
     # It is asked for once: what is resumed goes on without.
     assert Config.from_json((run / "config.json").read_text()).log.profile is None
