@@ -19,7 +19,6 @@ the previous snapshot.
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -37,6 +36,7 @@ from jax.experimental import multihost_utils
 from optimus_jax.checkpoint import snapshot_files as files
 from optimus_jax.checkpoint.reading import Restored, check_same_model
 from optimus_jax.checkpoint.snapshot_files import Bounds, HostSnapshot, Key
+from optimus_jax.cluster.distributed import gather_json_from_all
 from optimus_jax.devices.hosts import hosts_of_processes
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.reshard.checksum import named_leaves
@@ -238,7 +238,7 @@ class Snapshots:
             else []
         )
         for step in sorted(
-            {step for steps in _gathered_json(local_steps) for step in steps}, reverse=True
+            {step for steps in gather_json_from_all(local_steps) for step in steps}, reverse=True
         ):
             held = files.read(self.root, step)
             restored = _SnapshotAssembly(step, held).onto(abstract_state, paddable, check)
@@ -294,7 +294,7 @@ class _SnapshotAssembly:
         self._local = held.intact_shards() if held else {}
         self._content: dict[Key, bytes] = {}
         """The shards that this process needs, after they are fetched."""
-        gathered = _gathered_json(
+        gathered = gather_json_from_all(
             {
                 "metadata": held and held.metadata[_METADATA],
                 "leaves": held and held.leaves,
@@ -339,7 +339,7 @@ class _SnapshotAssembly:
         }
         check_same_model(self._step, saved, asked, paddable)
         problem = self._fetch(asked)
-        if any(_gathered_json(problem is not None)):
+        if any(gather_json_from_all(problem is not None)):
             return problem or "another process lacks a piece of it"
         arrays = [self._array(path, leaf) for path, leaf in asked.items()]
         return Restored(
@@ -381,7 +381,7 @@ class _SnapshotAssembly:
         }
         missing = {
             _key(key)
-            for keys in _gathered_json([list(key) for key in needed - self._content.keys()])
+            for keys in gather_json_from_all([list(key) for key in needed - self._content.keys()])
             for key in keys
         }
         for key in sorted(missing):
@@ -398,13 +398,11 @@ class _SnapshotAssembly:
     def _from_owner(self, key: Key) -> bytes:
         """Broadcast a shard from the process that has it. All processes must call it."""
         (path, bounds), is_source = key, self._owner[key] == jax.process_index()
-        local_steps = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
+        sent = np.zeros(_size(bounds) * jnp.dtype(self._leaves[path][1]).itemsize, np.uint8)
         if is_source and (content := self._local[key].read()) is not None:
-            local_steps = np.frombuffer(content, np.uint8)
+            sent = np.frombuffer(content, np.uint8)
         # Sent as bytes: the broadcast adds zeros, which is exact for bytes.
-        return np.asarray(
-            multihost_utils.broadcast_one_to_all(local_steps, is_source=is_source)
-        ).tobytes()
+        return np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source=is_source)).tobytes()
 
     def _is_needed(self, key: Key, asked: Mapping[str, Any]) -> bool:
         path, bounds = key
@@ -454,20 +452,6 @@ def _local_shards(state: Any) -> Iterator[tuple[Key, jax.Array]]:
                 seen.add(bounds)
                 assert shard.data is not None
                 yield (path, bounds), shard.data
-
-
-def _gathered_json(value: Any) -> list[Any]:
-    """The JSON values of all processes, by process index. Every process must call it."""
-    if jax.process_count() == 1:
-        return json.loads(json.dumps([value]))
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array(text.size, np.int32)).reshape(-1)
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: text.size] = text
-    return [
-        json.loads(row[:length].tobytes())
-        for row, length in zip(multihost_utils.process_allgather(padded), lengths, strict=True)
-    ]
 
 
 def _key(value: Any) -> Key:

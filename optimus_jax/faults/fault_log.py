@@ -5,13 +5,12 @@ faults to its own file in the run directory's `faults/`, and the next start, whi
 lock, copies new ones into `events.jsonl`. At any time the two together are complete.
 """
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from optimus_jax.run_directory.directory import FAULTS_DIR, RunDirectory
-from optimus_jax.run_directory.files import append, event_of
+from optimus_jax.run_directory.files import append, complete_lines, event_line, event_of
 
 
 def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> None:
@@ -24,13 +23,8 @@ def write_fault(run_directory: Path, process: int, step: int, **fields: Any) -> 
     """
     path = run_directory / FAULTS_DIR / f"{process}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    line = (
-        json.dumps(
-            {"event": "fault", "step": step, "time_s": time.time(), "process": process, **fields}
-        )
-        + "\n"
-    )
-    append(path, line.encode(), on_disk=True)
+    common = {"event": "fault", "step": step, "time_s": time.time(), "process": process}
+    append(path, event_line(common | fields), on_disk=True)
 
 
 def take_over(run: RunDirectory) -> int:
@@ -58,7 +52,7 @@ def read_faults(run_directory: Path) -> list[dict[str, Any]]:
     """All events of `faults/*.jsonl`, in the order of time; torn lines are skipped."""
     found = []
     for path in sorted((run_directory / FAULTS_DIR).glob("*.jsonl")):
-        for line in path.read_bytes().split(b"\n")[:-1]:
+        for line in complete_lines(path):
             if (event := event_of(line)) is not None:
                 found.append(event)
     return sorted(found, key=lambda event: event["time_s"])

@@ -17,7 +17,6 @@ steps to metrics.abandoned.jsonl. A line without its newline is torn: readers sk
 """
 
 import contextlib
-import json
 import shutil
 import time
 import warnings
@@ -40,10 +39,10 @@ from optimus_jax.run_directory.files import (
     append,
     complete_lines,
     cut_torn_line,
+    event_line,
     event_of,
     explained,
     file_error,
-    finite,
     replace,
     unfinished,
 )
@@ -498,7 +497,7 @@ class RunDirectory:
         A log that cannot be written does not end the run: lines wait in memory, with a warning, and
         are written when that becomes possible; `check` raises at the end if it never does.
         """
-        self._unwritten.append((path, json.dumps(finite(values), allow_nan=False).encode() + b"\n"))
+        self._unwritten.append((path, event_line(values)))
         self._write_lines()
 
     def _write_lines(self) -> None:

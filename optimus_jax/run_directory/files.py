@@ -4,6 +4,7 @@ the last line can be torn.
 
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
@@ -25,6 +26,11 @@ def finite(value: Any) -> Any:
         case list() | tuple():
             return [finite(item) for item in value]
     return value
+
+
+def event_line(values: Mapping[str, Any]) -> bytes:
+    """A line of a log: one JSON object."""
+    return json.dumps(finite(values), allow_nan=False).encode() + b"\n"
 
 
 def append(path: Path, lines: bytes, *, on_disk: bool = False) -> None:

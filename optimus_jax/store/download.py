@@ -19,6 +19,7 @@ from optimus_jax.store.run_objects import (
     FileChecksum,
     Manifest,
     complete_steps,
+    is_inside,
     is_plain,
     manifest_name,
 )
@@ -63,9 +64,9 @@ class Download:
         self.staging.mkdir(parents=True, exist_ok=True)
         part = self.staging / "file"
         for name in names:
-            target = self.directory / name
-            if ".." in target.parts:
+            if not is_inside(name):
                 continue  # not a name that this package writes
+            target = self.directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if self.objects.get(name, part):
                 os.replace(part, target)

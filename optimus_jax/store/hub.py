@@ -6,7 +6,7 @@ The library's own variables hold: HF_HOME (the cache), HF_TOKEN, HF_HUB_OFFLINE,
 from collections.abc import Sequence
 from pathlib import Path
 
-from optimus_jax.errors import StoreError, explain
+from optimus_jax.errors import StoreError, explain, first_line
 from optimus_jax.system.hub_model import HubModel
 
 TOKENIZER = "tokenizer.json"
@@ -89,7 +89,7 @@ def hub_directory(model: HubModel, files: Sequence[str], *, cached: bool = False
     except Exception as error:  # of the library, its HTTP client, or the file system
         raise _unavailable(
             model,
-            f"cannot be fetched: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+            f"cannot be fetched: {type(error).__name__}: {first_line(error)[:300]}",
             "try again, or give the directory of a model",
         ) from error
 

@@ -68,7 +68,7 @@ class Manifest:
         try:
             value = json.loads(content)
             files = {str(name): FileChecksum(**file) for name, file in value["pieces"].items()}
-            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+            if not all(map(is_inside, files)):
                 raise ValueError("a name leaves the checkpoint")
             return cls(step=int(value["step"]), files=files)
         except (KeyError, TypeError, AttributeError) as error:
@@ -127,9 +127,14 @@ def plain_files(directory: Path) -> dict[str, Path]:
     return {name: path for name, path in files.items() if not name.endswith(_UNFINISHED)}
 
 
+def is_inside(name: str) -> bool:
+    """Whether a path that others have written stays below the directory that it is relative to."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def is_plain(name: str) -> bool:
     """Whether an object is a plain file of a run, which is downloaded with it."""
-    return name.partition("/")[0] not in (*_LOCAL, LEASE)
+    return is_inside(name) and name.partition("/")[0] not in (*_LOCAL, LEASE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Python's own reader accepts too much (duplicate names, of which only the last is kept; NaN) and
 raises several exceptions (RecursionError; ValueError for an int with too many digits). Every file
-that a person can edit is read through this module.
+of a run, a checkpoint or a profile that a person can edit is read through this module.
 """
 
 import json

@@ -313,7 +313,7 @@ def test_pieces_of_a_lost_host_come_from_its_replica(tmp_path, monkeypatch, warn
         sent.append(key)
         return np.frombuffer(held.shards[key][0].read(), np.uint8)
 
-    monkeypatch.setattr(snapshots_module, "_gathered_json", gathered_json)
+    monkeypatch.setattr(snapshots_module, "gather_json_from_all", gathered_json)
     monkeypatch.setattr(snapshots_module.multihost_utils, "broadcast_one_to_all", broadcast)
     monkeypatch.setattr(snapshots_module.jax, "process_index", lambda: 1)
     found = empty.restore(abstract(host_state(), mesh(2, 4), OTHER_SPECS), 0)

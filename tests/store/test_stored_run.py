@@ -134,6 +134,15 @@ def content_of(directory):
     }
 
 
+def test_what_others_wrote_stays_in_the_directory(objects, tmp_path):
+    stored = StoredRun(url=objects.url, objects=objects, directory=tmp_path / "work" / "run")
+    for name in ("config.json", "events.jsonl", f"{tmp_path}/absolute", "../above", "a/../../up"):
+        objects.write(name, b"{}")
+    stored.fetch_copy("none", lambda text: None)
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parts[:2] for path in files} == {("work", "run"), ("work", "run.transfer")}
+
+
 def test_a_checkpoint_is_complete_only_with_its_manifest(run):
     started(run.directory, (1.0, 0), step=4)
     saved(run.directory, 4)
