@@ -76,9 +76,11 @@ MIN_LINK_CHANGE = math.log(1.25)
 """Log change of a link's factor that counts as other conditions. Reasoned, above the scatter of
 readings. Too small: scatter counts. Too large: slow links are not priced."""
 MIN_COMPUTE_CHANGE = math.log(1.2)
-"""The same for compute. Reasoned."""
+"""The same for compute. Reasoned.
+Too small: noise counts as a slowdown. Too large: slowdowns go unnoticed."""
 MIN_PROCESS_CHANGE = math.log(1.12)
-"""The same for the time of a process over that of the median process. Reasoned."""
+"""The same for the time of a process over that of the median process. Reasoned.
+Too small: noise makes processes slow. Too large: slow ones go unnoticed."""
 MIN_PREDICTED_EFFECT = 0.05
 """Predicted change of log step time that steps can confirm or contradict. Reasoned.
 Too small: noise judges readings. Too large: wrong readings are believed unchecked."""
@@ -228,7 +230,8 @@ MAX_MEMORY_SPREAD = 0.1
 """Spread of a reading beyond which its samples come from two plans. Reasoned.
 Too small: growing memory is not read. Too large: medians of two plans are read."""
 MAX_MEMORY_SHARE = 1.05
-"""Share in use above which a reading is impossible. Reasoned: capacities are known that well."""
+"""Share in use above which a reading is impossible. Reasoned: capacities are known that well.
+Too small: full memory is not seen. Too large: a wrong reading makes the run leave its plan."""
 
 # When does a switch pay? (policy.py, deciding/value.py, deciding/account.py)
 
@@ -320,7 +323,8 @@ MOVE_LINK_SHARE = 0.3
 """Share of a link's speed that moving the state reaches. Reasoned.
 Too small: switches look dear until one was made. Too large: the first one costs more than told."""
 DEFAULT_MOVE_BYTES_PER_S = 1e9
-"""Bytes per second of a move over a link of unknown speed. Reasoned."""
+"""Bytes per second of a move over a link of unknown speed. Reasoned.
+Too small: moves look dear. Too large: they look cheap."""
 CHECKPOINT_BYTES_PER_S = 1e9
 """Bytes per second of a host to and from its disk. Reasoned.
 Too small: restarts look dear. Too large: leaving a slow host looks cheap."""

@@ -116,18 +116,15 @@ TABLE: Mapping[tuple[Stage, type], Transition] = {
 
 
 def markdown() -> str:
-    """The table as Markdown: a line for each handler and the stages in which it is called."""
-    found: dict[tuple[str, str], dict[Stage, tuple[Stage, ...]]] = {}
+    """The table as Markdown: a line for each handler, and the stages in which it is called and is
+    followed by the same ones.
+    """
+    found: dict[tuple[str, str, str], list[Stage]] = {}
     for (stage, event), row in TABLE.items():
         told = str(row.handle.__doc__).splitlines()[0].rstrip(".")
-        found.setdefault((event.__name__, told), {})[stage] = row.then
+        after = "the same" if row.then == (stage,) else ", ".join(row.then)
+        found.setdefault((event.__name__, told, after), []).append(stage)
     lines = ["| event | in stage | what happens | stage afterwards |", "|---|---|---|---|"]
-    for (event, told), stages in found.items():
-        then = dict.fromkeys(stage for each in stages.values() for stage in each)
-        after = (
-            "the same"
-            if all(each == (stage,) for stage, each in stages.items())
-            else (", ".join(then))
-        )
+    for (event, told, after), stages in found.items():
         lines.append(f"| `{event}` | {', '.join(stages)} | {told} | {after} |")
     return "\n".join(lines) + "\n"

@@ -27,6 +27,13 @@ PADDED = (VOCAB, LAYERS)
 """Logical axes whose size depends on the plan: they may end in zeros that are no parameters."""
 
 
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of a tree, by the path that `jax.tree_util` has for it, such as
+    `params/layers/attention/query`.
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One parameter: a row of the leaf table (`ModelShapes.leaves`)."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr
 
 from optimus_jax.config import Features, ModelConfig
 from optimus_jax.config.model import FIXED_LABELS
 from optimus_jax.errors import ConfigError, explain
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.models.families import FAMILIES
 from optimus_jax.models.huggingface_checks import check_tied_head, model_tensors
 from optimus_jax.models.huggingface_features import HfConfig, not_supported, read_rotary
@@ -152,7 +152,7 @@ def from_huggingface(
     shapes = model_shapes(config, vocab_rows)
     sources = leaf_sources(shapes)
     return jax.tree.map_with_path(
-        lambda path, _: sources[keystr(path, simple=True, separator="/")].block(tensors),
+        lambda path, _: sources[leaf_path(path)].block(tensors),
         shapes.params,
     )
 
@@ -164,7 +164,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
     # safetensors writes an array's memory as it is and ignores its strides.
     tensors = {name: np.empty(shape, table.dtype) for name, shape in tensor_shapes(config).items()}
     for path, array in jax.tree.leaves_with_path(params):
-        sources[keystr(path, simple=True, separator="/")].write(np.asarray(array), tensors)
+        sources[leaf_path(path)].write(np.asarray(array), tensors)
     shapes = hf_format.file_shapes(config)
     tensors |= hf_format.constants(config)
     return {

@@ -22,7 +22,7 @@ import numpy as np
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box
-from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.mesh.leaf import Leaf, leaf_path
 from optimus_jax.models.encoder_decoder import layers_with
 from optimus_jax.models.huggingface_formats import format_of
 from optimus_jax.models.shapes import ModelShapes, model_shapes
@@ -302,10 +302,7 @@ def _groups(shapes: ModelShapes) -> Iterator[_Group]:
     """All groups of a model. Leaves that it does not have are passed over."""
     hf_format = format_of(shapes.config)
     leaves, arrays = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-            for path, leaf in jax.tree.leaves_with_path(tree)
-        }
+        {leaf_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (shapes.leaves, shapes.params)
     )
     for ours, theirs in hf_format.tensors.items():

@@ -15,6 +15,7 @@ from optimus_jax.config import ModelConfig
 from optimus_jax.config.tuning import Projection
 from optimus_jax.mesh.axes import LAYERS
 from optimus_jax.mesh.boxes import Box
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.models.adapters import ROW_PARALLEL
 from optimus_jax.models.base_formats import stored_alike
 from optimus_jax.models.families import features_of
@@ -98,12 +99,12 @@ def merged(params: Params, shapes: ModelShapes) -> Params:
         {
             name: leaf.astype(jnp.float32)
             for path, leaf in jax.tree.leaves_with_path(params)
-            if is_of_adapter(name := jax.tree_util.keystr(path, simple=True, separator="/"))
+            if is_of_adapter(name := leaf_path(path))
         },
     )
 
     def whole(path: Any, leaf: Array) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = leaf_path(path)
         return merging.part(name, tuple(map(slice, leaf.shape)), leaf)
 
     return jax.tree.map_with_path(whole, stored_alike(without_adapters(params), shapes.base))

@@ -10,7 +10,7 @@ from flax import nnx
 from optimus_jax.config import ModelConfig, Tuning
 from optimus_jax.mesh.axes import LAYERS, VOCAB
 from optimus_jax.mesh.collectives import Collectives
-from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.mesh.leaf import Leaf, leaf_path
 from optimus_jax.models.encoder_decoder import layers_with
 from optimus_jax.models.families import generator_of
 from optimus_jax.models.generator import GENERATOR, beside_generator, beside_model, own_part
@@ -90,7 +90,7 @@ class ModelShapes:
     def _padded(self) -> tuple[str, ...]:
         """Paths of the leaves of which that is true."""
         return tuple(
-            "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+            "/" + leaf_path(path)
             for path, leaf in jax.tree.leaves_with_path(self.leaves)
             if leaf.may_be_padded
         )
@@ -115,7 +115,7 @@ class ModelShapes:
         ):
             if trained_alone and not leaf.trained:
                 continue
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = leaf_path(path)
             num_layers = len(layers_with(name, self.config))
             if trained_alone:
                 num_layers -= self.config.tuning.freeze_layers

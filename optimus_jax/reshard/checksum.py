@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.reshard.memory_kinds import on_devices
 
 BLOCK_ELEMENTS = 1 << 16
@@ -28,7 +29,7 @@ SCRAMBLING, LAST_SHIFT = ((16, 0x85EBCA6B), (13, 0xC2B2AE35)), 16
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their path, such as `params/embed` or `optimizer/0/mu/embed`."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    leaves = {leaf_path(path): leaf for path, leaf in paths}
     assert len(leaves) == len(paths), "two leaves of one tree have the same path"
     return leaves
 

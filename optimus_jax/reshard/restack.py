@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from optimus_jax.config.axes import PIPE
 from optimus_jax.mesh.axes import LAYERS
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import vary, varying_axes
 from optimus_jax.reshard.edge_colouring import Route, route_rounds
@@ -96,7 +97,7 @@ def restack(
         return tree
 
     def moved(path: Any, leaf: Array, sharding: NamedSharding) -> Array:
-        if not is_stacked(jax.tree_util.keystr(path, simple=True, separator="/")):
+        if not is_stacked(leaf_path(path)):
             return leaf
         # Wait for each leaf: on a CPU, many programs in flight exhaust the threads and deadlock.
         new = _moved(on_devices(leaf), sharding=sharding, source=source, target=target)

@@ -12,7 +12,7 @@ from optimus_jax.config import Config, ModelConfig
 from optimus_jax.data.published_tokenizer import published_files
 from optimus_jax.devices.backend import start_backend
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, OptimusError, explain, first_line
 from optimus_jax.mesh.leaf import Leaf
 from optimus_jax.models.merging import same_adapters
 from optimus_jax.models.peft_format import to_peft
@@ -135,8 +135,7 @@ def _check_base(model: ModelConfig, base: str, warn: Callable[[str], object]) ->
             else read_config(hub_directory(hub, CONFIG_FILES, cached=True))
         )
     except OptimusError as error:
-        reason, *_ = str(error).splitlines()
-        warn(f"whether the adapters are for {base} is not known: {reason}")
+        warn(f"whether the adapters are for {base} is not known: {first_line(error)}")
         return
     same_tokens = replace(theirs, vocab_size=max(model.vocab_size, theirs.vocab_size))
     if differing := differing_models(same_tokens, model):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from optimus_jax.config import Config
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.errors import first_line
 from optimus_jax.faults.fault_log import write_fault
 from optimus_jax.faults.progress import Progress
 from optimus_jax.models.huggingface_config import config_to_huggingface
@@ -132,7 +131,7 @@ class BackgroundExports:
         """Say and log that there is no export of a step."""
         what = f"the checkpoint of step {step} was not exported: {why}"
         try:
-            write_fault(self._run.path, 0, step, what=first_line(ValueError(what)))
+            write_fault(self._run.path, 0, step, what=what.partition("\n")[0])
         except OSError:
             what += "\n  (this could not be logged either)"
         self._display.process_message(what)

@@ -24,6 +24,7 @@ from optimus_jax.cluster.distributed import all_or_none, is_writer
 from optimus_jax.config import Tuning
 from optimus_jax.mesh.axes import VOCAB
 from optimus_jax.mesh.boxes import Box, sizes, split
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.mesh.sharding import zeros_on
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.models.base_formats import encoded_on_mesh
@@ -131,7 +132,7 @@ def read_params(tensors: Mapping[str, TensorLike], shapes: ModelShapes, target: 
     sources = leaf_sources(shapes)
 
     def filled(path: Any, like: Any) -> _Filled:
-        source = sources[jax.tree_util.keystr(path, simple=True, separator="/")]
+        source = sources[leaf_path(path)]
         if not isinstance(like, dict):
             return _Filled(source.cast(like.dtype), like.sharding)
         dtypes = [tensors[name].dtype for name in source.tensor_names]

@@ -15,6 +15,7 @@ from optimus_jax.config.phases import TrainingPhase
 from optimus_jax.data.dataset import Data
 from optimus_jax.errors import counted
 from optimus_jax.mesh.axes import LENGTH
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.models.shapes import ModelShapes
@@ -304,11 +305,11 @@ def _tensor_rows(program: Program) -> list[list[str]]:
     for (path, leaf), layout, param in zip(leaves, layouts, params, strict=True):
         # Gradients of parameters shared by all stages are summed unsplit and scattered afterwards
         # (training/gradients.py).
-        split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(_path(path)))
+        split = plan.zero >= 2 and (plan.pipeline is None or is_stacked(leaf_path(path)))
         gradient = NamedSharding(program.mesh, layout.spec(split=split))
         rows.append(
             [
-                _path(path),
+                leaf_path(path),
                 "x".join(map(str, leaf.shape)),
                 str(param.spec),
                 _bytes(leaf, param, leaf.dtype.itemsize),
@@ -321,10 +322,6 @@ def _tensor_rows(program: Program) -> list[list[str]]:
         ["tensor", "shape", "spec", "parameter", "gradient", "each moment"],
         *(rows[i] for i in order[:MAX_TENSORS]),
     ]
-
-
-def _path(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, itemsize: int = 4) -> str:

@@ -32,7 +32,6 @@ from optimus_jax.planning.traces.trace_events import read_trace
 from optimus_jax.run_directory.contents import PROFILES
 from optimus_jax.run_directory.directory import RunDirectory
 from optimus_jax.system.command import typed_command
-from optimus_jax.system.json_input import JSONInputError
 from optimus_jax.training.step import Program
 from optimus_jax.training.watchers import Display
 
@@ -221,7 +220,7 @@ def read_profile(run_dir: Path, step: int | None = None) -> tuple[Path, StepProf
     path = found[max(found, key=lambda each: found[each].stat().st_mtime) if step is None else step]
     try:
         return path.parent, StepProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, JSONInputError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             explain(
                 "a profile cannot be read",

@@ -11,7 +11,7 @@ import numpy as np
 
 from optimus_jax.checkpoint.slices import StoredLeaf
 from optimus_jax.mesh.boxes import Box, split
-from optimus_jax.mesh.leaf import Leaf
+from optimus_jax.mesh.leaf import Leaf, leaf_path
 from optimus_jax.mesh.quantised import code_leaves, decoded, quantised_format
 from optimus_jax.models.shapes import ModelShapes
 
@@ -104,7 +104,7 @@ def matrices_of(
     """
     found: dict[str, StoredLeaf | StoredCodes] = dict(leaves)
     for path, leaf in jax.tree.leaves_with_path(shapes.base.leaves):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = leaf_path(path)
         if f"{name}/codes" in leaves:
             names = [each for each in leaves if each.startswith(f"{name}/")]
             parts = {each.removeprefix(f"{name}/"): leaves[each] for each in names}

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optimus_jax.config import ModelConfig
 from optimus_jax.mesh.axes import BATCH, LAYERS
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.mesh.sharding import batch_spec, layouts_of
 from optimus_jax.mesh.slots import EMPTY
 from optimus_jax.mesh.zero import LeafLayout
@@ -107,10 +108,10 @@ def model_tensors(
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     tensors = [
         ShardedTensor(
-            name=jax.tree_util.keystr(path, simple=True, separator="/"),
+            name=leaf_path(path),
             shape=leaf.shape,
             dims=layout.leaf.dims,
-            itemsize=4 if kind == "parameters" else plan.moment_bytes,
+            itemsize=leaf.dtype.itemsize if kind == "parameters" else plan.moment_bytes,
             layers=shapes.slots,
             mesh=mesh,
             spec=layout.param_spec,

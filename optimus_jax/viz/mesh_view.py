@@ -18,6 +18,7 @@ from optimus_jax.config.axes import MESH_AXES, AxisSizes
 from optimus_jax.config.request import dotted, make_config
 from optimus_jax.errors import ConfigError, explain
 from optimus_jax.mesh.build import discover
+from optimus_jax.mesh.leaf import leaf_path
 from optimus_jax.mesh.sharding import layouts_of
 from optimus_jax.mesh.topology import Topology
 from optimus_jax.plan import Plan
@@ -28,9 +29,6 @@ from optimus_jax.system.paths import UserPath
 from optimus_jax.training.state import planned_shapes
 from optimus_jax.weights.published import checked_model
 from optimus_jax.weights.published_adapters import model_with_adapters
-
-BYTES = 4
-"""Bytes of an element of a parameter: master weights are float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +183,7 @@ def _parameters(model: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
         parts = math.prod(plan.axes[name] for names in split for name in names)
         rows.append(
             (
-                jax.tree_util.keystr(path, simple=True, separator="/"),
+                leaf_path(path),
                 " x ".join(
                     f"{name} {size}"
                     for name, size in zip(layout.leaf.dims, leaf.shape, strict=True)
@@ -196,7 +194,7 @@ def _parameters(model: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
                     if (used := [name for name in names if plan.axes[name] > 1])
                 )
                 or "whole on every device",
-                f"{leaf.size * BYTES / parts / 2**20:,.2f} MiB",
+                f"{leaf.size * leaf.dtype.itemsize / parts / 2**20:,.2f} MiB",
             )
         )
     return (("parameter", "shape", "sharding", "on a device"), *rows)
