@@ -130,9 +130,11 @@ def test_coverage_of_predictions_is_that_of_the_results():
             (precise if "plans 2%" in table else simulated).extend(covered)
     usual = [*measured, *simulated]
     text = " ".join(page("docs/control.md").split())
-    assert f"90% intervals hold {min(usual):.0f} to {max(usual):.0f}% of plans never run" in text
-    assert f"{min(precise):.0f} to {max(precise):.0f}% where plans deviate little" in text
-    assert f"cover {min(measured):.0f} to {max(measured):.0f}% of plans" in text
+    assert f"90% intervals held {min(measured):.0f} to {max(measured):.0f}% of [plans" in text
+    assert (
+        f"they held {min(simulated):.0f} to {max(simulated):.0f}% where plans deviate 10%, and"
+        f" {min(precise):.0f} to {max(precise):.0f}% where they deviate 2%"
+    ) in text
     assert f"faster in {min(held):.0f} to {max(held):.0f}% of cases" in text
     decision = page("docs/decisions/0026-a-deviation-of-each-plan.md")
     assert f"{min(usual):.0f} to {max(usual):.0f}% of 90% intervals" in " ".join(decision.split())
