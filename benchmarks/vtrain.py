@@ -29,8 +29,6 @@ VOCAB_SIZES = {True: 50257, False: 51200}
 """Vocabulary on one node (True) and on several (False). The rows on one node fit GPT-2's unaligned
 size: at tensor=1 the head is three times as slow as its FLOPs and its speed at tensor=2 suggest. On
 several nodes it is not; models and devices there are those of arXiv:2104.04473, which has 51200."""
-STATE_BYTES, MEMORY_BYTES = 18, 80e9
-"""State bytes per parameter with Adam in mixed precision; memory of a device."""
 ONE_NODE, SEVERAL_NODES = "ground_truth_single.csv", "ground_truth_multi.csv"
 
 
