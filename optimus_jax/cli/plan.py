@@ -343,6 +343,8 @@ def training_costs(given: dict) -> "Callable[[PlanSearch], TrainingCost | None]"
         if num_tokens is None:
             return None
         cluster = found.cluster
+        if THIS_MACHINE in planned:  # known only now
+            check_planned_for(prices, [cluster])
         prediction = found.plans[0].prediction
         return TrainingCost.of(
             num_tokens,

@@ -279,8 +279,7 @@ def _checked_images(
             explain(
                 f"there is no {source}",
                 given=source,
-                do="give a folder of images, a table or a tar file; a folder, and no pattern, names"
-                " several",
+                do="give a folder of images, a table or a tar file; patterns are not read",
             )
         )
     of_source, notes = files_of(Path(source), SUFFIXES)

@@ -134,7 +134,7 @@ def is_inside(name: str) -> bool:
 
 def is_plain(name: str) -> bool:
     """Whether an object is a plain file of a run, which is downloaded with it."""
-    return is_inside(name) and name.partition("/")[0] not in (*_LOCAL, LEASE)
+    return name.partition("/")[0] not in (*_LOCAL, LEASE)
 
 
 @dataclass(frozen=True, kw_only=True)

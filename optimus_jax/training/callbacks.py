@@ -115,7 +115,7 @@ def check_callbacks(callbacks: object) -> None:
         if own:
             raise ConfigError(
                 explain(
-                    f"{type(each).__name__} has a method that no run calls",
+                    f"{kind.__name__} has a method that no run calls",
                     given=own[0],
                     do=f"give it a name that does not begin with on_; {nearest(own[0], known)}",
                 )
