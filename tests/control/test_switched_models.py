@@ -27,6 +27,8 @@ MODELS = {
     "vit-nano": SMALL,
     "whisper-nano": SMALL | {"frames": 12, "max_length": 20, "mel_bins": 8},
 }
+DAILY = ("bert-nano", "whisper-nano")
+"""Models that `make test` switches; the others are nightly."""
 MESHES = ("data=2,fsdp=2,tensor=2", "pipe=2,fsdp=2,tensor=2")
 BATCH, BUDGET_BYTES = 8, 2**20
 
@@ -66,7 +68,13 @@ def losses_of(program, state, steps):
     return state, losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly, id=name)
+        for name in MODELS
+    ],
+)
 def test_a_run_that_switches_equals_one_that_stays(name):
     with compiled_quickly():
         first, second = (program_on(mesh, name) for mesh in MESHES)

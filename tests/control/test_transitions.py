@@ -152,7 +152,11 @@ def test_tensor_parallelism_becomes_data_parallelism_as_the_batch_grows(text, tm
 
 
 @pytest.mark.parametrize(
-    ("precision", "query"), [("bf16", {"query": "bfloat16"}), ("nf4", {"query/codes": "uint8"})]
+    ("precision", "query"),
+    [
+        pytest.param("bf16", {"query": "bfloat16"}, marks=pytest.mark.nightly),
+        ("nf4", {"query/codes": "uint8"}),
+    ],
 )
 def test_a_run_that_trains_adapters_switches(text, tmp_path, precision, query):  # noqa: F811
     """Frozen matrices, adapters, and moments of adapters alone move."""

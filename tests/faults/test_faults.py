@@ -252,7 +252,7 @@ def test_a_directory_that_cannot_hold_heartbeats_is_an_error_of_all(tmp_path):
 
 
 # 24 s: two processes start, and one is waited for as long as its limit says.
-@pytest.mark.parametrize("is_told_to_end", [False, True])
+@pytest.mark.parametrize("is_told_to_end", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_process_that_never_exits_is_not_waited_for(tmp_path, is_told_to_end):
     """The run is complete then, as its exit code shows, even if the launcher does not wait."""
     script = changed_script(

@@ -291,7 +291,14 @@ def test_a_generator_takes_as_long_in_each_of_two_stages_as_in_one():
     assert generator_s("pipe=2,data=4") > 1.5 * generator_s("data=8")
 
 
-@pytest.mark.parametrize("rules", ["kv_heads=none", "heads=none", "mlp=none"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param("kv_heads=none", marks=pytest.mark.nightly),
+        "heads=none",
+        pytest.param("mlp=none", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rule_that_keeps_parts_whole_changes_nothing(rules):
     """One head of two is split over tensor unless a rule says otherwise."""
     model = replace(

@@ -81,7 +81,9 @@ def test_blocks_with_a_window_equal_a_mask(
 
 
 @pytest.mark.parametrize("is_windowed", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.nightly)]
+)
 def test_a_branch_equals_the_program_that_it_takes(dtype, is_windowed, monkeypatch):
     """With dropout, and with keys and values that are rounded in the core."""
     monkeypatch.setattr(blockwise_attention, "MIN_BLOCK", 4)

@@ -31,7 +31,7 @@ NF4 = {"model.tuning.method": "lora", "model.tuning.base_precision": "nf4"}
     ("family", "of"),
     [
         ("llama", case("pipe=2,fsdp=4", microbatches=4, zero=3)),
-        ("gpt2", case("data=2,fsdp=4", zero=3)),
+        pytest.param("gpt2", case("data=2,fsdp=4", zero=3), marks=pytest.mark.nightly),
     ],
 )
 def test_codes_are_those_of_the_files(family, of, kind, tmp_path, monkeypatch):

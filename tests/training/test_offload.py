@@ -67,7 +67,8 @@ def on_gpu(mesh: str, **parallel) -> str:
 @pytest.mark.parametrize(
     ("mesh", "settings", "offload"),
     [
-        *((mesh, settings, "all") for mesh, settings in CASES),
+        pytest.param(*CASES[0], "all", marks=pytest.mark.nightly),
+        *((mesh, settings, "all") for mesh, settings in CASES[1:]),
         (*CASES[0], "activations"),
         (*CASES[1], "optimizer"),
     ],

@@ -21,14 +21,13 @@ from optimus_jax.training.tasks import check_task
 LORA = Tuning(method="lora", rank=4, alpha=2.0, dropout=0.2)
 SETTINGS = {"task": "dpo", "preference.beta": 0.5, "preference.label_smoothing": 0.1}
 DAILY = (
-    plans.case("data=2,fsdp=2,tensor=2", zero=3, remat="full", microbatches=2),
     plans.case("fsdp=2,tensor=4", zero=3, sequence_parallel=True, microbatches=2),
-    plans.case("pipe=2,data=2,tensor=2", microbatches=4, sequence_parallel=True),
     plans.case(
         "pipe=4,fsdp=2", schedule="interleaved", microbatches=4, zero=3, stage_residuals="recompute"
     ),
 )
-"""Split tokens and vocabulary, shards, schedules, and residuals that are computed again."""
+"""Plans that `make test` trains under; the others are nightly. Split tokens and vocabulary, shards,
+a schedule, and residuals that are computed again."""
 
 
 REWARDS = ("reward_margin", "reward_chosen", "reward_rejected")

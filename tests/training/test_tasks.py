@@ -119,10 +119,9 @@ DAILY = (
         sequence_parallel=True,
         zero=2,
     ),
-    plans.case("pipe=8", schedule="interleaved", microbatches=8, zero=0),
 )
 """Plans that `make test` trains under; the others are nightly. ZeRO stages, schedules, split
-tokens, split hidden units or whole ones, empty slots."""
+tokens, split hidden units or whole ones."""
 EVALUATED = (DAILY[1], DAILY[2], DAILY[4], DAILY[5])
 """Plans that `make test` evaluates under."""
 

@@ -52,8 +52,7 @@ DAILY = {
     ("ia3", 2),
     ("groups", 3),
     *(("layers", number) for number in (9, 31)),
-    ("lora layers", 4),
-    *(("nf4", number) for number in (11, 20)),
+    ("nf4", 11),
     ("int8", 24),
 }
 """Pairs of a tuning and the number of a plan that `make test` compares; the others are nightly.
