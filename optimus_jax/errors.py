@@ -71,6 +71,12 @@ def explain(what: str, *, given: object, do: str) -> str:
     return f"{what}\n  given: {given}\n  do:    {do}"
 
 
+def argument(name: str, value: str = "") -> str:
+    """How a message names what a user may give: `--top-k N (in Python top_k=)`."""
+    flag = f"--{name.replace('_', '-')} {value}".rstrip()
+    return f"{flag} (in Python {name}=)"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"

@@ -10,7 +10,7 @@ from optimus_jax.data.record_names import ASSISTANT, MESSAGES, ROLE, USER
 from optimus_jax.data.records import Conversation, Message, NotConversationError, chat_in
 from optimus_jax.data.rendered_chat import ChatWriter
 from optimus_jax.data.tokenizers import Tokenizer
-from optimus_jax.errors import DataError, explain
+from optimus_jax.errors import DataError, argument, explain
 
 GivenPrompt = str | list[Message] | Mapping[str, Any]
 """A prompt: a text; the messages of a conversation so far, oldest first, each a dict with `role`
@@ -63,7 +63,7 @@ def ends_of_turns(tokenizer: Tokenizer, warn: Callable[[str], object]) -> tuple[
     except NotConversationError:
         warn(
             "the chat template does not say where an answer ends, so it ends like a document, or"
-            " before a text that is given with --stop"
+            f" before a text that is given with {argument('stop')}"
         )
         return ()
     (chat,) = tokenizer.encode_chats([rendered])

@@ -17,7 +17,7 @@ from optimus_jax.config.phases import phases_of
 from optimus_jax.data.tokenizers import Tokenizer, load_tokenizer
 from optimus_jax.devices.backend import start_backend, unexpected_cpu_warning
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, argument, explain
 from optimus_jax.inference.model_on_mesh import ONE_DEVICE, ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.formats import COMPUTE_DTYPES
@@ -72,8 +72,8 @@ def load_text_model(
         raise ConfigError(
             explain(
                 "a run has a token of its own that ends its documents",
-                given=f"{RUN} {named} with --eos {eos}",
-                do="leave --eos out; --stop TEXT ends a text too",
+                given=f"{RUN} {named}, eos {eos!r}",
+                do=f"leave {argument('eos')} out; {argument('stop', 'TEXT')} ends a text too",
             )
         )
     return _of_run(named, step, mesh, chat_template, warn)
@@ -134,8 +134,8 @@ def _published(
         raise ConfigError(
             explain(
                 "a published model has no checkpoints",
-                given=f"{RUN} {adapters or source} with --step {step}",
-                do="leave --step out",
+                given=f"{RUN} {adapters or source}, step {step}",
+                do=f"leave {argument('step')} out",
             )
         )
     named = (adapters and adapters.tokenizer()) or source.tokenizer()

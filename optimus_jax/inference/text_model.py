@@ -12,7 +12,7 @@ from optimus_jax.config import DataConfig, ModelConfig
 from optimus_jax.data.records import check_characters
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.errors import ConfigError, DataError, argument, explain
 from optimus_jax.inference.chats import GivenPrompt, chat_ids, ends_of_turns
 from optimus_jax.inference.generation import Prompt, generate_ids, rounded_up
 from optimus_jax.inference.model_on_mesh import ModelOnMesh, all_logits, next_token_scores
@@ -244,7 +244,7 @@ class TextModel:
             warn(
                 f"at most {room} new tokens: {self.config.name} was trained on {limit} tokens at a"
                 f" time, the prompt takes {len(ids)}, and learned positions beyond that were not"
-                " trained; to continue anyway: --past-trained-length"
+                f" trained; to continue anyway: {argument('past_trained_length')}"
             )
         elif most > room:
             warn(
@@ -316,7 +316,8 @@ class TextModel:
                     " positions are learned",
                     given=f"{len(ids)} tokens, trained on {limit}",
                     do=(
-                        f"give at most {limit} tokens, or exceed them anyway: --past-trained-length"
+                        f"give at most {limit} tokens, or exceed them anyway:"
+                        f" {argument('past_trained_length')}"
                     ),
                 )
             )

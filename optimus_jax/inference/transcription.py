@@ -28,7 +28,7 @@ from optimus_jax.data.recordings import (
 )
 from optimus_jax.data.tokenizers import Tokenizer
 from optimus_jax.devices.jax_settings import check_jax_settings
-from optimus_jax.errors import ConfigError, DataError, explain
+from optimus_jax.errors import ConfigError, DataError, argument, explain
 from optimus_jax.inference.model_on_mesh import ModelOnMesh
 from optimus_jax.inference.text_model import TextModel
 from optimus_jax.mesh.axes import HEADS
@@ -178,7 +178,7 @@ def language_of(generation: Mapping[str, Any], tokenizer: Tokenizer) -> str | No
         explain(
             "the model's generation_config.json names a language by a word that is no code",
             given=f"language={language!r}; the tokenizer has no token <|{language}|>",
-            do="name its code, such as hi for hindi: --language CODE, in Python language=CODE",
+            do=f"name its code, such as hi for hindi: {argument('language', 'CODE')}",
         )
     )
 

@@ -16,7 +16,7 @@ from optimus_jax.config.in_python import IN_PYTHON
 from optimus_jax.data.batch import HostBatch
 from optimus_jax.data.given import RandomAccess, check_ends, given_in_python
 from optimus_jax.data.tokenizers import ByteTokenizer, Tokenizer
-from optimus_jax.errors import ConfigError, DataError, OptimusError, explain
+from optimus_jax.errors import ConfigError, DataError, OptimusError, argument, explain
 from optimus_jax.mesh.build import discover
 from optimus_jax.planning.search.choice import choose_plan
 from optimus_jax.run.in_python import TASK, GivenData, with_objects
@@ -129,8 +129,8 @@ def evaluate(
                 explain(
                     "what the run learns is not here: its task was an object of the program",
                     given=f"{RUN} {model}, no task",
-                    do="name a task to measure, such as --task next_token, or in Python give"
-                    " task=; the run's own evaluations are in its events.jsonl",
+                    do=f"name a task to measure, such as {argument('task', 'next_token')}; the"
+                    " run's own evaluations are in its events.jsonl",
                 )
             )
         if data is None and "data.sources" not in overrides and _is_in_python(base):
@@ -138,8 +138,8 @@ def evaluate(
                 explain(
                     "what the run holds out is not here: its data was an object of the program",
                     given=f"{RUN} {model}, no data",
-                    do="name the data to measure on with --data, or in Python give data=, of which"
-                    " all is measured; the run's own evaluations are in its events.jsonl",
+                    do=f"name the data to measure on with {argument('data')}, of which all is"
+                    " measured; the run's own evaluations are in its events.jsonl",
                 )
             )
     else:
@@ -151,7 +151,7 @@ def evaluate(
             explain(
                 "a published model holds no data out",
                 given=f"{RUN} {model}, no data",
-                do="name the data to measure on with --data",
+                do=f"name the data to measure on with {argument('data')}",
             )
         )
     if NUMBER in overrides:
@@ -159,7 +159,7 @@ def evaluate(
             explain(
                 "the number of examples has an argument of its own",
                 given=f"{NUMBER}={overrides[NUMBER]}",
-                do="give --examples",
+                do=f"give {argument('examples', 'N')}",
             )
         )
     if LENGTH in overrides:  # a run's evaluations may have another length than its examples
@@ -228,7 +228,7 @@ def _measured(
                 explain(
                     "the run holds nothing out",
                     given="data.eval_fraction=0",
-                    do="name the data to measure on with --data",
+                    do=f"name the data to measure on with {argument('data')}",
                 )
             )
         config = inputs.config
@@ -249,7 +249,7 @@ def _measured(
             explain(
                 f"no {task_of(config).term} counts",
                 given=inputs.data.description,
-                do="give other data, or a larger --seq-len",
+                do=f"give other data, or a larger {argument('seq_len')}",
             )
         )
     task, loss = task_of(config), found.mean_loss

@@ -18,7 +18,7 @@ from optimus_jax.checkpoint.checkpoints import Checkpoints
 from optimus_jax.cluster.distributed import all_or_none
 from optimus_jax.config import Config, ModelConfig
 from optimus_jax.config.run_checkpoint import INIT_FROM, RunCheckpoint
-from optimus_jax.errors import CheckpointError, ConfigError, DataError, explain
+from optimus_jax.errors import CheckpointError, ConfigError, DataError, argument, explain
 from optimus_jax.models.merging import same_adapters
 from optimus_jax.run.new_head import check_new_head, needs_new_head, without_head
 from optimus_jax.run.parameter_source import RunSource, open_run, parameter_source
@@ -140,7 +140,7 @@ class RunWeights:
                     "the tokenizer is not that of the run whose parameters are to be used: its"
                     " token ids mean other text",
                     given=f"digest {self.tokenizer}; {self.named.run} has {digest}",
-                    do=f"give --tokenizer {run.tokenizer or 'bytes'}",
+                    do=f"give {argument('tokenizer', run.tokenizer or 'bytes')}",
                 )
             )
 

@@ -20,7 +20,7 @@ from optimus_jax.config.request import (
 )
 from optimus_jax.config.run_checkpoint import INIT_FROM
 from optimus_jax.data.recordings import NO_LANGUAGE, names_no_language
-from optimus_jax.errors import ConfigError, PlanError, explain
+from optimus_jax.errors import ConfigError, PlanError, argument, explain
 from optimus_jax.plan import Plan
 from optimus_jax.run.initial_weights import check_initial_model
 from optimus_jax.run.named_run import RUN_DIR, check_names_run
@@ -54,15 +54,15 @@ def requested_config(
             explain(
                 "no run to resume was named",
                 given="--resume auto without a directory",
-                do="give --run-dir DIR --resume auto",
+                do=f"give {argument('run_dir', 'DIR')} too",
             )
         )
     if not resume and model is None and base is None and overrides.get("init_from") is None:
         raise ConfigError(
             explain(
                 "no model was named",
-                given="none of --model, --config, --init-from and --resume",
-                do="give --model NAME, such as gpt2-nano",
+                given="none of model, config, init_from and resume",
+                do=f"give {argument('model', 'NAME')}, such as gpt2-nano",
             )
         )
     if resume and run_dir is None:
@@ -70,7 +70,7 @@ def requested_config(
             explain(
                 "no run to resume was named",
                 given="--resume without a directory",
-                do="give --run-dir DIR --resume",
+                do=f"give {argument('run_dir', 'DIR')} too",
             )
         )
     if resume and not is_auto and base is not None:
@@ -78,7 +78,8 @@ def requested_config(
             explain(
                 "a resumed run has its own config",
                 given="--resume with --config",
-                do="leave --config out; settings that may change have flags and --set",
+                do=f"leave {argument('config')} out; settings that may change have flags"
+                " and --set, in Python keywords",
             )
         )
     initial = base if base is None or isinstance(base, Config) else read_config(base)
@@ -139,7 +140,7 @@ def _new_config(
                 explain(
                     "the model comes without a tokenizer.json",
                     given=source,
-                    do="give the tokenizer of its texts with --tokenizer",
+                    do=f"give the tokenizer of its texts with {argument('tokenizer')}",
                 )
             )
     if (

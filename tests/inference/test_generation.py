@@ -280,14 +280,14 @@ def test_text_past_the_trained_length_ends_or_warns(model):
             [
                 "at most 7 new tokens: custom was trained on 16 tokens at a time, the prompt takes"
                 " 10, and learned positions beyond that were not trained; to continue anyway:"
-                " --past-trained-length"
+                " --past-trained-length (in Python past_trained_length=)"
             ],
         )
         with pytest.raises(
             DataError,
             match=(
                 r"longer than what custom was trained on.*\n.*17 tokens, trained on"
-                r" 16\n.*--past-trained-length"
+                r" 16\n.*--past-trained-length \(in Python past_trained_length=\)"
             ),
         ):
             short.generate("a" * 17)
@@ -833,7 +833,7 @@ def test_script_takes_the_chat_template_that_its_error_asks_for(
     chats.write_text(json.dumps(asked | {"tools": "a search"}))
     with pytest.raises(DataError, match=r"(?s)no conversation.*'tools' is a text that is not JSON"):
         output("--prompts", str(chats), "--chat", "--chat-template", str(template))
-    with pytest.raises(ConfigError, match="leave --eos out"):
+    with pytest.raises(ConfigError, match=r"leave --eos \(in Python eos=\) out"):
         output("--eos", "x")
 
 
