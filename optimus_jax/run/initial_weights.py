@@ -140,7 +140,7 @@ class RunWeights:
                     "the tokenizer is not that of the run whose parameters are to be used: its"
                     " token ids mean other text",
                     given=f"digest {self.tokenizer}; {self.named.run} has {digest}",
-                    do=f"give {argument('tokenizer', run.tokenizer or 'bytes')}",
+                    do=f"give {argument('tokenizer', str(run.tokenizer or 'bytes'))}",
                 )
             )
 
