@@ -32,7 +32,7 @@ from optimus_jax.config.settings import (
 )
 from optimus_jax.config.suggestions import known_settings, of_inner_section, of_section
 from optimus_jax.config.tuning import SETTINGS_OF, Method, Tuning
-from optimus_jax.errors import ConfigError, explain
+from optimus_jax.errors import ConfigError, argument, explain
 from optimus_jax.store.local_copies import local_file
 from optimus_jax.system.hub_model import HubModel
 from optimus_jax.system.json_input import read_json
@@ -351,8 +351,7 @@ def _target(name: str, value: Any, others: Mapping[str, Any]) -> tuple[str, bool
         return target, False
     parameter = target or (word(name) if word(name) in PARAMETERS else None)
     advice = (
-        f"write --{parameter.replace('_', '-')} {value}, or {parameter}= in Python: it is not"
-        " a setting"
+        f"write {argument(parameter, str(value))}: it is not a setting"
         if parameter
         else advice_for(name, value, others)
     )
